@@ -182,11 +182,7 @@ class RankRecovery:
 
     def _build_late(self, ranks: Sequence[int], step: int | None, after: Callable[[Sequence[int]], None]) -> None:
         """Build late ranks; leave out one that is not what the spec asks for."""
-        late = [(rank, self.groups[self.role].take_postponed(rank)) for rank in ranks]
-        reports = [AsBuilt.model_validate(answer.body) for _, answer in late if answer is not None]
-        if unbuilt := [rank for rank, answer in late if answer is None]:
-            reports += self._reports(unbuilt, step, after)
-        for report in reports:
+        for report in self._reports(ranks, step, after):
             try:
                 self._admit(report)
             except AsBuiltError as error:

@@ -1,6 +1,11 @@
 """The driver's end of the channel: one ROUTER socket, on loopback unless ranks are on other hosts.
 
 The driver may be busy for long (saving, plotting); its ranks still hear it, and it still notices their silence.
+
+A connection with the run's keys introduces itself first:
+
+rank → driver   HELLO      role, rank, pid, host
+driver → rank   WELCOME    heartbeat interval, and how much silence counts as death; or ERROR
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlctl.processes.handshake import Handshake, Member
 from specs.errors import ChannelError
+from specs.wire.messages import Kind, Message, parse
 from specs.wire.wire_tensors import Buffer
 
 if TYPE_CHECKING:
@@ -28,6 +33,16 @@ _MIN_SILENCE_S = 60.0
 _BURST_S = 0.05  # for messages that have arrived, before a beat that is due
 _HANDSHAKE_MS = 3000  # for ZeroMQ's handshake: silent connections are closed; a rank tries again
 _OPEN_FILES = 65536  # silent connections hold one each until then
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that has joined, as it introduced itself."""
+
+    role: str
+    rank: int
+    pid: int
+    host: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +121,8 @@ class Hub:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._beat_s = min(_MAX_BEAT_S, heartbeat_timeout_s / 4)
         silence_s = driver_silence_s or max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
-        self._handshake = Handshake({"beat_s": self._beat_s, "silence_s": silence_s})
+        self._welcome = Message(Kind.WELCOME, {"beat_s": self._beat_s, "silence_s": silence_s})
+        self._expected: set[tuple[str, int]] = set()  # role, rank
         _allow_open_files(_OPEN_FILES)
         self._keys = _RunKeys.make()
         self._context = zmq.Context()
@@ -137,13 +153,13 @@ class Hub:
     def expect(self, role: str, size: int) -> None:
         """Let ranks 0 … size-1 of a role join. Nobody else may."""
         with self._lock:
-            self._handshake.expect(role, size)
+            self._expected.update((role, rank) for rank in range(size))
 
     def expect_no_more(self, role: str, rank: int) -> None:
         """Refuse a rank that the run goes on without, unless it is connected."""
         with self._lock:
             if (role, rank) not in self._identities:
-                self._handshake.drop(role, rank)
+                self._expected.discard((role, rank))
 
     def send(self, role: str, rank: int, frames: list[Buffer]) -> None:
         """Send a message's frames to a rank; never waits. A rank that is gone misses it."""
@@ -154,7 +170,6 @@ class Hub:
         """Hear nothing more of a rank that is gone; a new process may take its place."""
         with self._lock:
             self._peers.pop(self._identities.pop((role, rank), b""), None)
-            self._handshake.forget(role, rank)
             self._events = deque(event for event in self._events if _place(event) != (role, rank))
 
     def next(self, timeout_s: float) -> Event | None:
@@ -225,12 +240,31 @@ class Hub:
             if frames != BEAT_FRAMES:
                 self._events.append(Received(peer.member.role, peer.member.rank, frames))
             return
-        reply, member = self._handshake.hear(frames)
-        if member is not None:
-            self._peers[identity] = _Peer(member, now)
-            self._identities[member.role, member.rank] = identity
-            self._events.append(Joined(member))
-        self._post(identity, reply.frames())
+        try:
+            member = self._admit(parse(frames))
+        except ChannelError as error:
+            log.warning("refused a connection: %s", error.message)
+            self._post(identity, Message(Kind.ERROR, {"message": error.message}).frames())
+            return
+        self._peers[identity] = _Peer(member, now)
+        self._identities[member.role, member.rank] = identity
+        self._events.append(Joined(member))
+        self._post(identity, self._welcome.frames())
+
+    def _admit(self, message: Message) -> Member:
+        if message.kind is not Kind.HELLO:
+            raise ChannelError(f"it sent {message.kind} before its greeting")
+        try:
+            body = message.body
+            member = Member(str(body["role"]), int(body["rank"]), int(body["pid"]), str(body["host"]))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise ChannelError("its greeting is incomplete") from None
+        place = (member.role, member.rank)
+        if place not in self._expected:
+            raise ChannelError(f"this run expects no {member.role!r} rank {member.rank}")
+        if place in self._identities:
+            raise ChannelError(f"{member.role} rank {member.rank} is already here")
+        return member
 
     def _beat(self, now: float) -> None:
         from workers.connection import BEAT_FRAMES

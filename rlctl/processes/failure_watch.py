@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
@@ -20,7 +19,6 @@ from rlctl.processes.failures import (
     ROOT_CAUSE_GRACE_S,
     Blame,
     Evidence,
-    HeldErrors,
     from_end,
     from_error,
 )
@@ -40,6 +38,7 @@ _LOOK_S = 0.05  # between two looks at processes and calls: the driver ticks at 
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
 _STACKS_S = 3.0  # for a rank without a sign of life to write where it is into its log
 _WRITTEN_S = 0.1  # without another line: it has written all
+_MUTE = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)  # processes that write nothing
 _DUMP_S = 3.0  # for the others to do so and say that it is done
 # Roles whose ranks wait for each other in `JOINED_VERBS`.
 _IN_A_SYNC = frozenset(role.name for role in ROLES.values() if role.holds_model)
@@ -58,7 +57,7 @@ class FailureWatch:
         self.overdue = False  # a rank did not answer in time
         self._membership, self._states, self._groups = membership, membership.states, groups
         self._watch, self._pump = watch, pump
-        self._blame, self._held = Blame(), HeldErrors()
+        self._blame = Blame()
         self._ended: set[str] = set()  # marks of processes whose end is known
         self._dumped: set[Place] = set()  # ranks that have written their stacks since that was asked for
         self._checked_at = self._progress_at = 0.0
@@ -70,17 +69,12 @@ class FailureWatch:
         """Take in what a rank says has failed."""
         of_now = self._groups[role].sent(message.call) is not None
         unbuilt = message.call == 0 or message.verb is Verb.BUILD
-        if unbuilt and self._states[role, rank] is RankState.LATE:
-            self.assess(from_error(role, rank, error, alone=True), unbuilt=True)
-        elif of_now or message.call == 0:  # 0: the role could not be made; others: of a verb that has failed already
+        if of_now or message.call == 0:  # 0: the role could not be made; others: of a verb that has failed already
             joined = message.verb in JOINED_VERBS
-            alone = self._membership.plan.role(role).world_size_of_group == 1 and not joined
-            evidence = from_error(role, rank, error, alone=alone)
-            if joined and evidence.is_secondary:
-                roles = [plan.role for plan in self._membership.plan.roles]
-                self._held.hold(evidence, message.call, self._grace_s(roles))
-            else:
-                self.assess(evidence, blame_s=self._grace_s([role]), unbuilt=unbuilt)
+            alone = self._membership.plan.role(role).world_size_of_group == 1
+            evidence = from_error(role, rank, error, alone=alone, joined_call=message.call if joined else 0)
+            roles = [plan.role for plan in self._membership.plan.roles] if joined else [role]
+            self.assess(evidence, blame_s=self._grace_s(roles), unbuilt=unbuilt)
 
     def heard_nothing(self, event: Silent) -> None:
         """Take in that a rank is silent. Where no rank of its host gives a sign of life, host or network are down."""
@@ -116,9 +110,7 @@ class FailureWatch:
         """Look at processes, failures, deadlines and progress, now and then, and at once where something has failed.
         Raise RoleFailure when the cause is known."""
         now = time.monotonic()
-        if now - self._checked_at < _LOOK_S and not (
-            self._blame.pending or self._held.pending or self._states.is_failing
-        ):
+        if now - self._checked_at < _LOOK_S and not (self._blame.pending or self._states.is_failing):
             return
         self._checked_at = now
         self._check_processes()
@@ -126,7 +118,7 @@ class FailureWatch:
         if not self._blame.pending:
             self._check_deadlines()
         self._check_progress()
-        if cause := self._blame.root_cause():
+        if not self._states.is_failing and (cause := self._blame.root_cause()):
             raise self.failure(cause)
 
     def _check_processes(self) -> None:
@@ -149,15 +141,10 @@ class FailureWatch:
             self._states.policy_of(evidence.role).on_failure(evidence)
         calls = [(group, call) for group, call in self._flying() if group.role in _IN_A_SYNC]
         self._release_peers([pair for pair in calls if pair[1].verb in JOINED_VERBS], failed)
-        if not self._held.pending:
-            return
         explained = any(call.failed or call.sent_before(self._dropped_at) for _, call in calls)
         if explained or self._states.any_in(RankState.FAILED, roles=_IN_A_SYNC):
-            for error, number in self._held.take_all():
-                self._groups[error.role].fail(error.rank, number)
-        elif not self._states.any_in(RankState.FAILING):
-            for error in self._held.take_due():
-                self._blame.add(error)
+            for error in self._blame.take_explained():
+                self._groups[error.role].fail(error.rank, error.in_sync)
 
     def _release_peers(self, joined: Sequence[tuple[Group, Call]], failed: Sequence[Evidence]) -> None:
         """Release ranks that would wait for a failed one: a connection to a host whose network is down does not end."""
@@ -169,7 +156,7 @@ class FailureWatch:
 
     def _check_deadlines(self) -> None:
         for group, call in self._flying():
-            if call.overdue and not self._goes_on_without(group, call):
+            if call.overdue and not self._leave_out_unbuilt(group, call):
                 late = [(group.role, rank) for rank in call.missing]
                 missing = {place: waiting for place, waiting in self.waiting().items() if place in late}
                 self.overdue = True
@@ -178,22 +165,13 @@ class FailureWatch:
                 message = f"no answer within {call.timeout_s:g} s: {stall.chain}"
                 self._blame.add(Evidence(*stall.culprits[0], Cause.OVERDUE, message))
 
-    def _goes_on_without(self, group: Group, call: Call) -> bool:
-        """Leave out the ranks that have not answered in time where they are replicas that are not built yet; return
-        whether that is allowed. On shared devices there is no room for one that comes by itself: it cannot be late."""
-        if call.verb is not Verb.BUILD:
-            return False
-        for rank in call.missing:
-            message = f"was not built within {call.timeout_s:g} s"
-            evidence = Evidence(group.role, rank, Cause.OVERDUE, message, hint="raise run.start_timeout_s")
-            if self._membership.plan.colocated and ROLES[group.role].holds_model:
-                if not self._states.fail(evidence, unbuilt=True):
-                    return False
-            elif self._membership.let_be_late(evidence):
-                group.postpone(rank)
-            else:
-                return False
-        return True
+    def _leave_out_unbuilt(self, group: Group, call: Call) -> bool:
+        """Go on without the ranks that were not built in time; return whether that is allowed."""
+        message, hint = f"was not built within {call.timeout_s:g} s", "raise run.start_timeout_s"
+        return call.verb is Verb.BUILD and all(
+            self._states.fail(Evidence(group.role, rank, Cause.OVERDUE, message, hint=hint), unbuilt=True)
+            for rank in call.missing
+        )
 
     def _check_progress(self) -> None:
         now = time.monotonic()
@@ -248,10 +226,15 @@ class FailureWatch:
         if member is None or member.host != socket.gethostname():
             return
         log_path = self._membership.launcher.log_path(*place)
-        before = _size_of(log_path)
-        with suppress(ProcessLookupError, PermissionError):
+        deadline = time.monotonic() + _STACKS_S
+        with suppress(OSError, psutil.Error):
+            before = size = log_path.stat().st_size
             os.kill(member.pid, signal.SIGUSR1)
-            _wait_until_written(log_path, before, member.pid)
+            while psutil.Process(member.pid).status() not in _MUTE and time.monotonic() < deadline:
+                time.sleep(_WRITTEN_S)
+                written, size = size, log_path.stat().st_size
+                if before < written == size:
+                    return
 
     def failure(self, evidence: Evidence) -> RoleFailure:
         """Return the error that ends the run; forget the call that it ends."""
@@ -280,28 +263,3 @@ class FailureWatch:
             remote_kind=evidence.kind,
             remote_hint=evidence.hint,
         )
-
-
-def _wait_until_written(path: Path, before: int, pid: int) -> None:
-    """Wait until a log is longer than `before`, and grows no more."""
-    size, deadline = before, time.monotonic() + _STACKS_S
-    while _can_write(pid) and time.monotonic() < deadline:
-        time.sleep(_WRITTEN_S)
-        last, size = size, _size_of(path)
-        if before < last == size:
-            return
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _can_write(pid: int) -> bool:
-    """Return whether a process has neither ended nor been stopped."""
-    try:
-        return bool(psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
-    except psutil.Error:
-        return False

@@ -52,6 +52,7 @@ class Evidence:
     hint: str = ""
     log_name: str = ""  # another log than the rank's own
     needs_log: bool = True  # the message does not say it all: show the last lines of the log
+    in_sync: int = 0  # number of the joined verb that it ended: the failure of a rank elsewhere explains it
 
     @property
     def permanent(self) -> bool:
@@ -80,6 +81,12 @@ class Blame:
     def pending(self) -> bool:
         return bool(self._evidence)
 
+    def take_explained(self) -> list[Evidence]:
+        """Return and forget the secondary failures of a sync: a rank that has failed explains them."""
+        explained = [evidence for evidence in self._evidence if evidence.in_sync]
+        self._evidence = [evidence for evidence in self._evidence if not evidence.in_sync]
+        return explained
+
     def root_cause(self) -> Evidence | None:
         """Return the evidence to blame once that is settled. What concerned one verb only is then forgotten."""
         if not self._evidence:
@@ -93,45 +100,21 @@ class Blame:
         return first
 
 
-class HeldErrors:
-    """Errors of calls that may follow from the failure of a rank that is not noticed yet."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[Evidence, int, float]] = []
-
-    def hold(self, error: Evidence, call: int, grace_s: float = ROOT_CAUSE_GRACE_S) -> None:
-        """Keep an error in call number `call`."""
-        self._held.append((error, call, time.monotonic() + grace_s))
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._held)
-
-    def take_all(self) -> list[tuple[Evidence, int]]:
-        """Return (error, call) of each: a failure explains them."""
-        held, self._held = self._held, []
-        return [(error, call) for error, call, _ in held]
-
-    def take_due(self) -> list[Evidence]:
-        """Return the errors that no failure explained in time."""
-        now = time.monotonic()
-        due = [error for error, _, until in self._held if now >= until]
-        self._held = [held for held in self._held if now < held[2]]
-        return due
-
-
-def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool) -> Evidence:
-    """Return evidence of a rank's ERROR message. A rank that computes `alone` has no peer to blame."""
+def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool, joined_call: int = 0) -> Evidence:
+    """Return evidence of a rank's ERROR message. A rank that computes `alone` has no peer to blame, but in a joined
+    verb, of number `joined_call`."""
     from_peer = error.cause in (Cause.PEER_GONE, Cause.PEER_LATE)
+    is_secondary = from_peer and (joined_call > 0 or not alone)
     return Evidence(
         role,
         rank,
         error.cause,
         error.message if error.known else f"{error.kind}: {error.message}",
-        weight=Severity.SECONDARY if from_peer and not alone else Severity.ROOT,
+        weight=Severity.SECONDARY if is_secondary else Severity.ROOT,
         kind=error.kind,
         hint=error.hint,
         needs_log=from_peer or not error.known,
+        in_sync=joined_call if is_secondary else 0,
     )
 
 

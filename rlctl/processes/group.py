@@ -44,7 +44,6 @@ class Group:
         self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
         self._channel = channel
         self._number = 0
-        self._postponed: dict[int, Call] = {}  # by rank: a verb whose answer is no longer waited for, but heard
 
     @property
     def here(self) -> list[int]:
@@ -117,8 +116,6 @@ class Group:
                 self._channel.busy.append(message.busy)
             if call.done:
                 self.drop(call)
-        elif rank in self._postponed and self._postponed[rank].number == message.call:
-            self._postponed[rank].receive(rank, message)
 
     def sent(self, number: int) -> Call | None:
         """Return the call of this number, if it is in flight."""
@@ -141,22 +138,6 @@ class Group:
         if call.on_done is not None and call.done:
             call.on_done(call)
         self._send_next()
-
-    def postpone(self, rank: int) -> None:
-        """Wait no longer for a rank's answer to the call in flight, which may still come (`take_postponed`)."""
-        call = next(call for call in self.in_flight if rank in call.missing)
-        late = Call(call.verb, call.number, [[]], call.step, call.timeout_s, self._channel.tick, None, [rank])
-        self._postponed[rank] = late
-        self.fail(rank)
-
-    def owes(self, rank: int) -> bool:
-        """Return whether the answer to a postponed call is still to come."""
-        return rank in self._postponed and not self._postponed[rank].done
-
-    def take_postponed(self, rank: int) -> Message | None:
-        """Return what a rank answered to a postponed call; None: none was postponed."""
-        late = self._postponed.pop(rank, None)
-        return None if late is None else late.answers[rank]
 
     def _send_next(self) -> None:
         """Send what is in line to ranks that serve nothing that was posted before it."""

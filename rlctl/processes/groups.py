@@ -113,9 +113,8 @@ class Groups:
             self.ranks.end_restart(role, ranks, finished=finished)
 
     def arrived(self, role: str) -> list[int]:
-        """Return the late ranks of a role that are here now: joined, and done with what they were called before."""
-        group, members = self._groups[role], self.membership.members
-        return [rank for rank in self.ranks.late(role) if (role, rank) in members and not group.owes(rank)]
+        """Return the late ranks of a role that have joined by now."""
+        return [rank for rank in self.ranks.late(role) if (role, rank) in self.membership.members]
 
     @contextmanager
     def join(self, role: str) -> Iterator[list[int]]:

@@ -6,9 +6,8 @@ import math
 import time
 from collections.abc import Mapping
 
-from rlctl.processes.channel import Hub
+from rlctl.processes.channel import Hub, Member
 from rlctl.processes.failures import Evidence
-from rlctl.processes.handshake import Member
 from rlctl.processes.launch import Launcher, Place, Started
 from rlctl.processes.node_connection import RemoteProcess
 from rlctl.processes.placement import Plan, RolePlan

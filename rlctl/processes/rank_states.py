@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,30 +25,12 @@ class RankState(StrEnum):
     STARTING = "starting"  # launched, not heard of yet
     RUNNING = "running"
     FAILING = "failing"  # it ended or hangs, but what it sent before may still be on its way
-    LATE = "late"  # it did not come or was not built in time: the run goes on without it, and it may still come
+    LATE = "late"  # it did not come in time: the run goes on without it, and it may still come
     JOINING = "joining"  # it has come late, and is not yet built as the others are
     FAILED = "failed"  # nothing more comes from it; it can be started again
     RESTARTING = "restarting"  # started again, and not yet built as it was
     DROPPED = "dropped"  # it failed for good, and the run goes on without it
     FATAL = "fatal"  # it ended or hangs, and is not started again: the run ends
-
-
-TRANSITIONS: Mapping[RankState, frozenset[RankState]] = {
-    RankState.STARTING: frozenset({RankState.RUNNING, RankState.LATE, RankState.FAILING, RankState.FATAL}),
-    # LATE: not built in time.
-    RankState.RUNNING: frozenset({RankState.LATE, RankState.FAILING, RankState.FATAL}),
-    RankState.LATE: frozenset({RankState.JOINING, RankState.FAILING}),
-    # LATE: the joining was broken off.
-    RankState.JOINING: frozenset({RankState.RUNNING, RankState.LATE, RankState.FAILING}),
-    RankState.FAILING: frozenset({RankState.FAILED, RankState.DROPPED}),
-    RankState.DROPPED: frozenset(),
-    RankState.FAILED: frozenset({RankState.RESTARTING}),
-    # FAILING: failed once more. FAILED: Ctrl-C broke the restart off, and it does not count.
-    RankState.RESTARTING: frozenset(
-        {RankState.RUNNING, RankState.LATE, RankState.FAILING, RankState.FAILED, RankState.FATAL}
-    ),
-    RankState.FATAL: frozenset(),
-}
 
 
 _NEVER_CAME = (RankState.LATE, RankState.JOINING)
@@ -148,7 +130,7 @@ class RankStates:
         """Note that a rank has introduced itself. One that is started again is back only when it is built; one may also
         have ended since it did."""
         if self._states[place] is RankState.STARTING:
-            self._move(place, RankState.RUNNING)
+            self._states[place] = RankState.RUNNING
 
     def fail(self, evidence: Evidence, grace_s: float = 0.0, *, unbuilt: bool = False) -> bool:
         """Note a failure; `unbuilt`: the rank could not be built. Return whether the run goes on: the rank may be
@@ -166,30 +148,30 @@ class RankStates:
         if drop:
             self._to_drop.add(place)
         if drop or (is_failure and self.may_restart(place)):
-            self._move(place, RankState.FAILING)
+            self._states[place] = RankState.FAILING
             self._failing[place] = evidence, time.monotonic() + grace_s
             return True
         if evidence.permanent and state is not RankState.FATAL:
-            self._move(place, RankState.FATAL)
+            self._states[place] = RankState.FATAL
         return False
 
     def let_be_late(self, place: Place) -> bool:
         """Go on without a rank that is not there in time, where that is allowed; return whether it is."""
         if not self._may_drop(place):
             return False
-        self._move(place, RankState.LATE)
+        self._states[place] = RankState.LATE
         return True
 
     def begin_joining(self, role: str, ranks: Sequence[int]) -> None:
         """Note that these late ranks have come and are about to be built."""
         for rank in ranks:
-            self._move((role, rank), RankState.JOINING)
+            self._states[role, rank] = RankState.JOINING
 
     def end_joining(self, role: str, ranks: Sequence[int], *, finished: bool) -> None:
         """Let those of `ranks` that did not fail meanwhile take part; or, when not `finished`, be late as before."""
         for rank in self._ranks(role, RankState.JOINING):
             if rank in ranks:
-                self._move((role, rank), RankState.RUNNING if finished else RankState.LATE)
+                self._states[role, rank] = RankState.RUNNING if finished else RankState.LATE
 
     def newly_failed(self) -> list[Evidence]:
         """Return the failures whose grace is over, each once."""
@@ -199,14 +181,14 @@ class RankStates:
         due = {place: evidence for place, (evidence, until) in self._failing.items() if now >= until}
         for place in due:
             del self._failing[place]
-            self._move(place, RankState.DROPPED if place in self._to_drop else RankState.FAILED)
+            self._states[place] = RankState.DROPPED if place in self._to_drop else RankState.FAILED
         return list(due.values())
 
     def begin_restart(self, role: str) -> list[int]:
         """Count a restart for each failed rank of a role; return them."""
         ranks = self.failed(role)
         for rank in ranks:
-            self._move((role, rank), RankState.RESTARTING)
+            self._states[role, rank] = RankState.RESTARTING
         self.restarts[role] += len(ranks)
         return ranks
 
@@ -214,7 +196,7 @@ class RankStates:
         """Take those of `ranks` back that did not fail again; or, when not `finished`, as if never started again."""
         restarting = [rank for rank in self._ranks(role, RankState.RESTARTING) if rank in ranks]
         for rank in restarting:
-            self._move((role, rank), RankState.RUNNING if finished else RankState.FAILED)
+            self._states[role, rank] = RankState.RUNNING if finished else RankState.FAILED
         if not finished:
             self.restarts[role] -= len(restarting)
 
@@ -244,8 +226,3 @@ class RankStates:
 
     def _ranks(self, role: str, *states: RankState) -> list[int]:
         return sorted([rank for (name, rank), now in self._states.items() if name == role and now in states])
-
-    def _move(self, place: Place, state: RankState) -> None:
-        before = self._states[place]
-        assert state in TRANSITIONS[before], f"{place[0]} rank {place[1]} cannot go from {before} to {state}"
-        self._states[place] = state

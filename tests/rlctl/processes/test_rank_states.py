@@ -82,12 +82,6 @@ WAYS = {
 }
 
 
-def test_a_transition_that_the_table_does_not_have_is_refused() -> None:
-    ranks = run()
-    with pytest.raises(AssertionError, match="rollout rank 1 cannot go from running to restarting"):
-        ranks._move(RANK, S.RESTARTING)
-
-
 REPORTS = {
     "joined": lambda ranks: ranks.joined(RANK),
     "ended": lambda ranks: ranks.fail(ENDED),
