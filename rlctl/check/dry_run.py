@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 import textwrap
@@ -12,18 +11,23 @@ from pathlib import Path
 
 from rlctl.check.findings import not_here
 from rlctl.preflight.file_problems import file_problems
-from rlctl.processes.launch import SHARED_PREFIXES, base_environment
 from rlctl.processes.placement import RolePlan, make_plan
 from rlctl.show.problems import print_problems
 from rlctl.show.screen import Screen
+from rlctl.show.text_format import counted
 from specs.errors import Problem, SpecError
 from specs.load.load import load_spec
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import TrainTable, engine_of
 from specs.schema.spec import Spec
 
-_TELLING = ("OMP_", "MKL_", "CUDA_", "TORCH", "PYTHON", "LD_LIBRARY_PATH")  # of the rest, what changes a run
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+_INHERITED = """\
+[every role] also gets this shell's environment, where its own says nothing
+"""
+_ELSEWHERE = f"""\
+[every role] also gets the environment of the shell that starts the run there
+  {sys.executable} and PYTHONPATH stand for what rlctl has there; threads follow the cores there
+"""
 
 
 def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = False) -> None:
@@ -40,13 +44,13 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     for role in plan.roles:
         print("\n".join([*describe(role), *_library_configs(spec, role)]) + "\n")
-    print("\n".join(_inherited(elsewhere)) + "\n")
+    print(_ELSEWHERE if elsewhere else _INHERITED)
     turns = "take turns on their devices" if plan.colocated else "keep their devices"
     print(f"trainers and rollout {turns}; addresses, ports and the run's secret are made at the start")
     transport, why = choose_transport(spec)
     print(f"weights travel from actor to rollout by {transport} ({why})")
     if most := spec.rollout.max_staleness:
-        print(f"sampling runs ahead of learning by up to {_count(most, 'step', 'steps')}")
+        print(f"sampling runs ahead of learning by up to {counted(most, 'step')}")
     for note in notes:
         print(f"\nnote: {note}")
     print()
@@ -57,12 +61,16 @@ def describe(role: RolePlan) -> list[str]:
     """Describe one role in lines, host by host: what is run there, on which devices, with which environment."""
     devices = ", ".join(f"GPU {device}" for device in role.devices) or "CPU"
     each = " of each host" if role.nodes > 1 and role.devices else ""
-    head = f"[{role.role}] {_count(role.processes, 'process', 'processes')} on {devices}{each}"
-    head += f", {_count(role.threads, 'thread', 'threads')} each" + (f", {role.nodes} nodes" if role.nodes > 1 else "")
+    processes = f"{role.processes} process{'es' if role.processes > 1 else ''}"
+    nodes = f", {role.nodes} nodes" if role.nodes > 1 else ""
     times = f"    (× {role.on_each})" if role.launcher == "python" and role.on_each > 1 else ""
-    lines = [head]
+    lines = [f"[{role.role}] {processes} on {devices}{each}, {counted(role.threads, 'thread')} each{nodes}"]
     if role.here:
-        lines += [*_where(role), f"  command  {shlex.join(role.command)}{times}", *_env(role.env)]
+        if role.launcher == "srun" and role.nodes > 1:
+            lines += [f"  nodes    0 to {role.nodes - 1}: this host and the next ones of the SLURM job"]
+        elif role.nodes > 1:
+            lines += [f"  node 0   this host, {_ranks(role, 0)}"]
+        lines += [f"  command  {shlex.join(role.command)}{times}", *_env(role.env)]
     known: Mapping[str, str] = role.env if role.here else {}
     for node in role.remote:
         here = {name: value for name, value in node.env.items() if known.get(name) != value}
@@ -89,14 +97,6 @@ def _library_configs(spec: Spec, role: RolePlan) -> list[str]:
     return lines
 
 
-def _where(role: RolePlan) -> list[str]:
-    if role.nodes == 1:
-        return []
-    if role.launcher == "srun":
-        return [f"  nodes    0 to {role.nodes - 1}: this host and the next ones of the SLURM job"]
-    return [f"  node 0   this host, {_ranks(role, 0)}"]
-
-
 def _ranks(role: RolePlan, node: int) -> str:
     ranks = role.ranks_of(node)
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
@@ -104,29 +104,3 @@ def _ranks(role: RolePlan, node: int) -> str:
 
 def _env(env: Mapping[str, str]) -> list[str]:
     return [f"  env      {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
-
-
-def _inherited(elsewhere: bool) -> list[str]:
-    """Describe what every role gets of this shell besides: its `env` wins. A value that may be a secret is not
-    shown."""
-    if elsewhere:
-        return [
-            "[every role] also gets the environment of the shell that starts the run there",
-            f"  {sys.executable} and PYTHONPATH stand for what rlctl has there; threads follow the cores there",
-        ]
-    here = base_environment()
-    shown = {name: value for name, value in sorted(here.items()) if name.startswith((*SHARED_PREFIXES, *_TELLING))}
-    lines = [
-        f"  env      {name}" + (" (not shown)" if _SECRET.search(name) else f"={shlex.quote(value)}")
-        for name, value in shown.items()
-    ]
-    others = len(here) - len(shown)
-    return [
-        "[every role] also gets this shell's environment, where its own says nothing:",
-        *lines,
-        f"  and {_count(others, 'other variable', 'other variables')}",
-    ]
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.check.own_functions import RewardCall, call_functions
 from rlctl.memory.fit import fit_problems
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import Plan, make_plan
@@ -15,12 +16,10 @@ from specs.errors import Problem, SpecError
 from specs.load.load import parse
 from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_warnings
-from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
     from rlctl.check.meta_build import ProbeFindings
-    from rlctl.check.reward_calls import RewardCall
 
 
 @dataclass(frozen=True)
@@ -57,41 +56,25 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes = [str(dropped) for dropped in parsed.dropped]
     if spec is None:
         return Findings(parsed.problems, notes=notes, elsewhere=elsewhere)
-    found = _look_up(spec, spec_dir, elsewhere)
-    found = replace(found, notes=[*notes, *found.notes])
+    of_here: list[Problem] = []  # what this machine lacks, and the run may have
+    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere, notes=of_here if elsewhere else None)
+    called = call_functions(spec, spec_dir, {problem.key for problem in [*problems, *of_here]})
+    problems, notes = [*problems, *called.errors], [*notes, *map(not_here, of_here)]
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
-        return replace(found, problems=[*parsed.problems, *parsed.more(found.problems)], warnings=[], calls=())
+        return Findings([*parsed.problems, *parsed.more(problems)], [], notes, elsewhere=elsewhere)
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
-    warnings = [*cross_field_warnings(spec), *found.warnings, *tight, *_run_dir(spec)]
-    found = replace(found, problems=[*found.problems, *too_large], warnings=warnings, spec=spec)
+    warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tight, *_run_dir(spec)]
+    plan = None
     try:
-        return replace(found, plan=make_plan(spec, spec_dir, elsewhere=elsewhere))
+        plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     except SpecError as error:
-        more = [problem for problem in error.problems if problem not in found.problems]
-        return replace(found, problems=[*found.problems, *more])
+        problems += [problem for problem in error.problems if problem not in problems]
+    return Findings([*problems, *too_large], warnings, notes, spec, plan, calls=called.calls, elsewhere=elsewhere)
 
 
 def not_here(problem: Problem) -> str:
     """Write what this machine lacks for a run on another one as a note: there is nothing to do about it here."""
     return f"not on this machine: {replace(problem, hint='')}"
-
-
-def _look_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> Findings:
-    """Look at what the spec names; functions of the user's are called, in processes of their own."""
-    of_here: list[Problem] = []  # what this machine lacks, and the run may have
-    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere, notes=of_here if elsewhere else None)
-    known = {problem.key for problem in [*problems, *of_here]}
-    calls: Sequence[RewardCall] = ()
-    if spec.algorithm.own_functions:
-        from rlctl.check.own_functions import own_function_failures
-
-        problems = [*problems, *own_function_failures(spec, spec_dir, known)]
-    if any(isinstance(term, Function) for term in spec.reward.terms):
-        from rlctl.check.reward_calls import call_rewards
-
-        errors, of_calls, calls = call_rewards(spec, spec_dir, known)
-        problems, warnings = [*problems, *errors], [*warnings, *of_calls]
-    return Findings(problems, warnings, [not_here(problem) for problem in of_here], calls=calls, elsewhere=elsewhere)
 
 
 def _run_dir(spec: Spec) -> list[Problem]:

@@ -1,5 +1,9 @@
-"""A user's own advantage and loss, run once on a tiny batch as a run would: in a process of the interpreter that calls
-them there."""
+"""Functions of the user's, called once as a run would: rewards on the first row, by the code that grades, an advantage
+and a loss on a tiny batch, each in a process of the interpreter that calls it in a run.
+
+The file is the user's: it may print, hang, exit or crash. What it prints is lost, no bytecode is left behind, and
+everything that it started ends with it.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,73 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlctl.preflight.interpreters import own_path
 from rlctl.processes.placement import package_root
-from specs.errors import Problem
+from specs.errors import DataError, Problem, RewardError
+from specs.rules.all_rules import with_values
+from specs.schema.rewards import Function
+from specs.schema.row_values import gold_answer
+from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
-from specs.text import show
+from specs.templates import render_template
+from workers.data.row_source import DataRow, read_rows
+from workers.grading.pool import GradeRequest, GraderPool
+from workers.grading.reward_failures import is_of_code, last_line
+from workers.grading.terms import Setting
 
+IMPORT_TIMEOUT_S = 120.0  # as in a run
 TIMEOUT_S = 60.0  # torch is imported for a loss
 
 
-def own_function_failures(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> list[Problem]:
-    """Run each of them; keys in `known` have been found wrong already."""
-    found = []
+@dataclass(frozen=True)
+class RewardCall:
+    """One call of a reward function. `row`: its file and line; `completion`: the row's own answer, empty where it has
+    none; `traceback`: its end, where there is no score."""
+
+    path: str
+    row: str
+    completion: str
+    score: float | None
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """Hold the problems of the user's functions, and the calls of rewards."""
+
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    calls: list[RewardCall] = field(default_factory=list)
+
+
+def call_functions(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> Called:
+    """Call each function. Keys in `known` have been found wrong already."""
+    found = Called()
     for key, path in spec.algorithm.own_functions.items():
-        if f"algorithm.{key}" not in known and (wrong := _wrong(spec, spec_dir, key.partition("_")[0], path)):
-            found.append(Problem(f"algorithm.{key}", *wrong, show(path)))
-    return found
+        which = key.partition("_")[0]
+        if f"algorithm.{key}" not in known and (wrong := _wrong(spec, spec_dir, which, path)):
+            found.errors.append(Problem(f"algorithm.{key}", *wrong))
+    terms = {f"reward.terms.{n}.path": one for n, one in enumerate(spec.reward.terms) if isinstance(one, Function)}
+    terms = {key: term for key, term in terms.items() if not {key, "reward.python"} & set(known)}
+    row = _first_row(spec, spec_dir) if terms else None
+    with ExitStack() as stack:
+        importing = {key: stack.enter_context(_pool(spec, spec_dir, term)) for key, term in terms.items()}
+        for key, pool in importing.items():
+            try:
+                pool.wait_ready()
+            except RewardError as error:
+                found.errors.append(Problem(key, error.message, error.hint))
+                continue
+            if row is not None:
+                _call(spec, key, terms[key].path, pool, row, found)
+    return replace(found, errors=with_values(spec, found.errors), warnings=with_values(spec, found.warnings))
+
+
+# ── an advantage, a loss ──────────────────────────────────────────────────────────────────────────
 
 
 def _wrong(spec: Spec, spec_dir: Path, which: str, path: str) -> tuple[str, str] | None:
@@ -46,3 +99,56 @@ def _wrong(spec: Spec, spec_dir: Path, which: str, path: str) -> tuple[str, str]
     except (ValueError, IndexError):
         last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
         return f"trying it ended the process (status {done.returncode}) {last}", "call it with python to see why"
+
+
+# ── rewards ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _call(spec: Spec, key: str, path: str, pool: GraderPool, row: DataRow, found: Called) -> None:
+    """Call one function with the row's own answer. What code alone can mend is an error."""
+    answer = row.values.get(spec.data.answer_column)
+    completion = "" if answer is None else gold_answer(answer)
+    (grade,) = pool.grade([GradeRequest(0, _prompt(row, spec), row.values, completion, 1)])
+    found.calls.append(RewardCall(path, row.where, completion, grade.values[0] if grade.values else None, grade.text))
+    if grade.cause:
+        why = f"{path.rpartition(':')[2]}, called with the first row, gives no score: {last_line(grade.text)}"
+        problems = found.errors if is_of_code(grade.cause, grade.text) else found.warnings
+        problems.append(Problem(key, why, f"see {row.where}"))
+
+
+def _pool(spec: Spec, spec_dir: Path, term: Function) -> GraderPool:
+    """Start the process that imports one function."""
+    return GraderPool(
+        [term.model_dump(mode="json")],
+        Setting(spec.data.answer_column, spec.data.max_response_tokens, str(spec_dir)),
+        workers=1,
+        timeout_s=spec.reward.timeout_s,
+        log_path=Path(os.devnull),
+        start_timeout_s=IMPORT_TIMEOUT_S,
+        labels=("",),
+        python=own_path(spec.reward, spec_dir) or sys.executable,
+        env={**spec.reward.env, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+
+
+def _first_row(spec: Spec, spec_dir: Path) -> DataRow | None:
+    """Return the first row of `data.train`, or of the first evaluation set that can be read. Nothing is downloaded."""
+    for source in [spec.data.train, *(one.data for one in spec.evaluations if one.data)]:
+        with suppress(DataError):
+            row = None if is_hub_data(source) else next(read_rows(source, split="", base=spec_dir, max_rows=1), None)
+            if row is not None and not row.problem:
+                return row
+    return None
+
+
+def _prompt(row: DataRow, spec: Spec) -> str:
+    """Return the row's prompt before any chat template; of messages, their texts."""
+    try:
+        data = spec.data
+        prompt = render_template(data.template, row.values) if data.template else row.values[data.prompt_column]
+    except (LookupError, ValueError):
+        return ""
+    if isinstance(prompt, str):
+        return prompt
+    messages = prompt if isinstance(prompt, list) else []
+    return "\n".join(str(one.get("content", "")) for one in messages if isinstance(one, dict))

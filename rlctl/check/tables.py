@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rlctl.check.findings import Findings
-    from rlctl.check.reward_calls import RewardCall
+    from rlctl.check.own_functions import RewardCall
 
 MOST_ROWS = 8  # groups of a role, and hosts, that are shown; JSON has them all
 

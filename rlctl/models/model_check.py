@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.models.hub import HubModel, hub_snapshot, look_up, offline
 from rlctl.models.paths import builtin_models, not_found, resolve_model
-from rlctl.models.vocabulary import tokenizer_problems
+from rlctl.models.tokenizer import tokenizer_problems
 from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT, no_weights, weight_problems
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object
@@ -44,8 +44,8 @@ class ModelCheck:
         else:
             self._check_hub(where)
 
-    def _wrong(self, message: str, hint: str = "", key: str = "", value: str | None = None) -> None:
-        self.problems.append(Problem(key or self.key, message, hint, show(self.path) if value is None else value))
+    def _wrong(self, message: str, hint: str, key: str = "", value: str = "") -> None:
+        self.problems.append(Problem(key or self.key, message, hint, value))
 
     # ── where it is ───────────────────────────────────────────────────────────────────────────────
 
@@ -63,7 +63,7 @@ class ModelCheck:
         else:
             message = f"no such folder; taken as a hub id, which will be downloaded when the run starts. {found.why}"
             hint = f'did you mean "builtin:{hub_id}"?' if hub_id in builtin_models() else found.hint
-            self.warnings.append(NotHere(self.key, message, hint, show(self.path)))
+            self.warnings.append(NotHere(self.key, message, hint))
 
     def _check_folder(self, folder: Path) -> None:
         name = self.path.removeprefix("builtin:")
@@ -80,7 +80,7 @@ class ModelCheck:
         else:
             address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
             hint = f'write "{address[1]}"' if address else ""
-            self.problems.append(not_found(self.key, f"no such model folder ({folder})", self.path, hint=hint))
+            self.problems.append(not_found(self.key, f"no such model folder ({folder})", self.path, hint))
 
     # ── what is in it ─────────────────────────────────────────────────────────────────────────────
 
@@ -132,8 +132,7 @@ class ModelCheck:
         if self.path.startswith("builtin:"):
             actor = self.key == "model.path"
             hint = "set model.from_scratch = true" if actor else "leave it out for the actor's starting weights"
-            key, value = ("model.from_scratch", "false") if actor else (self.key, None)
-            self._wrong("a built-in model has no weights", hint, key, value)
+            self._wrong("a built-in model has no weights", hint, "model.from_scratch" if actor else "")
         elif wrong := no_weights(names):
             self._wrong(*wrong)
         elif not (folder / "model.safetensors").exists() and "model.safetensors" in names:

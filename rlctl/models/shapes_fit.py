@@ -16,7 +16,7 @@ from specs.schema.rank_groups import devices_of_a_process
 from specs.schema.role_section import Lora
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
-from specs.text import listed, show
+from specs.text import listed
 
 
 def shard_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -29,8 +29,7 @@ def shard_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
     if parts not in fitting:
         by_heads = not shares_out(facts.heads, facts.kv_heads, parts)
         what = _heads(facts) if by_heads else f"the {inner} columns of the model's MLP"
-        message = f"{what} are not divisible by it"
-        yield Problem("rollout.engine.tensor_parallel", message, f"use {listed(fitting)}", str(parts))
+        yield Problem("rollout.engine.tensor_parallel", f"{what} are not divisible by it", f"use {listed(fitting)}")
 
 
 def sequence_problems(key: str, degree: int, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -38,7 +37,7 @@ def sequence_problems(key: str, degree: int, config: Mapping[str, Any]) -> Itera
     facts = model_facts(config)
     if facts is not None and not shares_out(facts.heads, facts.kv_heads, degree):
         hint = f"use {listed(sharing_degrees(facts.heads, facts.kv_heads))}"
-        yield Problem(key, f"{_heads(facts)} are not divisible by it", hint, str(degree))
+        yield Problem(key, f"{_heads(facts)} are not divisible by it", hint)
 
 
 def _heads(facts: ModelFacts) -> str:
@@ -51,7 +50,7 @@ def adapter_problems(role: RoleName, lora: Lora, config: Mapping[str, Any]) -> I
     known, facts = tensors_of_config(config), model_facts(config)
     if known is None or facts is None:
         return
-    key, value, chosen = f"{role}.lora.targets", show(lora.targets), set[str]()
+    key, chosen = f"{role}.lora.targets", set[str]()
     layers = {parameter.name.removesuffix(".weight"): min(parameter.shape) for parameter in known.adaptable}
     names = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     has_logits = ROLES[role].head == "lm"
@@ -59,14 +58,14 @@ def adapter_problems(role: RoleName, lora: Lora, config: Mapping[str, Any]) -> I
         if name == "lm_head" and has_logits:
             if facts.tied_embeddings:
                 message = "lm_head is tied to the embedding, which would get the adapter too"
-                yield Problem(key, message, "leave lm_head out", value)
+                yield Problem(key, message, "leave lm_head out")
             continue
         found = {layer for layer in layers if name == "all-linear" or f".{layer}".endswith(f".{name}")}
         if not found:
             hint = f"it has {names}" + ("; experts get no adapters" if facts.experts else "")
-            yield Problem(key, f"the model has no linear layer {name!r}", hint, value)
+            yield Problem(key, f"the model has no linear layer {name!r}", hint)
         chosen |= found
     widest = max((layers[layer] for layer in chosen), default=lora.rank)
     if lora.rank > widest:
         message = f"above the width of every layer that gets an adapter: the widest has {widest}"
-        yield Problem(f"{role}.lora.rank", message, f"use at most {widest}", str(lora.rank))
+        yield Problem(f"{role}.lora.rank", message, f"use at most {widest}")

@@ -1,6 +1,6 @@
 """Functions of the user that a spec names, as far as they can be found without running them: the file is only parsed.
 
-`rlctl check-config` calls them too, in a process of their own (`rlctl/check/reward_calls.py`, `own_functions.py`).
+`rlctl check-config` calls them too, in a process of their own (`rlctl.check.own_functions.py`, `own_functions.py`).
 """
 
 from __future__ import annotations

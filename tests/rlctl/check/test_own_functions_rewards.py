@@ -12,7 +12,7 @@ from process_ends import ended
 from rlctl.check.check_command import check
 from rlctl.check.findings import Findings, examine
 from rlctl.check.meaning import as_dict
-from rlctl.check.reward_calls import call_rewards
+from rlctl.check.own_functions import Called, call_functions
 from specs.load.load import spec_from
 
 FUNCTION = {"reward.terms.0": {"kind": "function", "path": "rewards.py:score"}}
@@ -61,7 +61,7 @@ def test_it_is_imported_with_its_environment_and_leaves_nothing(
 def test_an_import_that_hangs_is_given_up_and_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlctl.check.reward_calls.IMPORT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("rlctl.check.own_functions.IMPORT_TIMEOUT_S", 3.0)
     code = "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
     code += "with open('pid', 'w') as file:\n    file.write(str(child.pid))\ntime.sleep(600)\n"
     (problem,) = found_of(tmp_path, code + SCORE).problems
@@ -102,6 +102,6 @@ def test_without_functions_no_process_is_started(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         "workers.grading.grader_process.subprocess.Popen", lambda *_, **__: pytest.fail("started a process")
     )
-    assert call_rewards(spec_from(base()), tmp_path) == ([], [], [])
+    assert call_functions(spec_from(base()), tmp_path) == Called()
     with pytest.raises(pytest.fail.Exception):
-        call_rewards(spec_from(edited(base(), FUNCTION)), tmp_path)
+        call_functions(spec_from(edited(base(), FUNCTION)), tmp_path)

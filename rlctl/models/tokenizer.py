@@ -1,13 +1,16 @@
-"""Tokenizers as their files hold them: whether there is one, whether it fits the model, and whether it is another's."""
+"""Tokenizers and chat templates as the files of a model hold them: whether there is one, whether it fits the model, and
+whether it is another's. What they do with the first rows is found by rendering them (`workers/chat_renderer.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT, Wrong
+from specs.errors import Problem
 from specs.json_file import read_object
 from specs.schema.spec import Spec
 from specs.text import show
@@ -102,3 +105,50 @@ def kinship_problems(actor: Path, other: Path) -> Iterator[Wrong]:
         count = "1 token" if len(changed) == 1 else f"{len(changed)} tokens"
         message = f"its tokenizer differs from the actor's in {count}: {', '.join(some[:SHOWN])}"
         yield message, "use a model with the actor's tokenizer"
+
+
+# ── chat templates ────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the file that it is in. `text` is empty where there is none."""
+
+    where: str = ""
+    text: str = ""
+    names: tuple[str, ...] = ()  # of several templates, none of which is the default
+
+
+def chat_template_of(folder: Path) -> ChatTemplate:
+    """Return the template of a model folder; of several the default one."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return ChatTemplate(file.name, file.read_text(encoding="utf-8", errors="replace"))
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        try:
+            found = read_object(folder / name).get("chat_template")
+        except ValueError:  # not there, or broken, which `tokenizer_problems` reports
+            continue
+        if isinstance(found, list):
+            named: dict[Any, Any] = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+            if named and "default" not in named:
+                return ChatTemplate(name, names=tuple(map(str, named)))
+            found = named.get("default")
+        if found:
+            return ChatTemplate(name, str(found))
+    return ChatTemplate()
+
+
+def chat_problems(spec: Spec, folder: Path) -> Iterator[Problem]:
+    """Yield a chat template that the spec needs and the actor's model, in `folder`, does not have."""
+    data, found = spec.data, chat_template_of(folder)
+    lacks = f"the tokenizer of {spec.model.path} has no chat template"
+    if data.chat == "never" or found.text:
+        return
+    if found.names:
+        message = f"{found.where} has no chat template named default ({', '.join(found.names)})"
+        yield Problem("model.path", message, 'name one of them default, or set data.chat = "never"')
+    elif data.chat == "always":
+        yield Problem("data.chat", lacks, 'write "auto" or "never"')
+    elif data.system:
+        hint = "remove the key, or put its text into data.template"
+        yield Problem("data.system", f"has no effect: {lacks}", hint)
