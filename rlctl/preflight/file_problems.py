@@ -24,7 +24,6 @@ from rlctl.preflight.reward_files import function_problems
 from rlctl.preflight.role_choices import choice_problems
 from specs.errors import NotHere, Problem
 from specs.model_facts import model_facts
-from specs.packages import installed_here
 from specs.rules.all_rules import with_values
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
@@ -57,8 +56,8 @@ def file_problems(
     errors += [*_new(data_errors, errors), *function_problems(spec, spec_dir), *hostfile_problems(spec, spec_dir)]
     errors += choice_problems(spec, spec_dir, elsewhere=True)
     warnings += data_warnings
-    lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()), *_launchers(spec)]
-    lacking += [*key_problems(spec), *_new(choice_problems(spec, spec_dir), errors)]
+    lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()), *key_problems(spec)]
+    lacking += _new(choice_problems(spec, spec_dir), errors)
     of_here = warnings if notes is None else notes
     (of_here if elsewhere else errors).extend(lacking)
     (errors if starting else of_here if elsewhere else warnings).extend(_devices(spec))
@@ -163,20 +162,7 @@ def _more_than_all_layers(role: RoleName, section: LearningRole, layers: int) ->
         yield Problem(f"{role}.gradient_checkpointing", f"the model has {layers} layers", hint)
 
 
-# ── launchers, devices ──────────────────────────────────────────────────────────────────────────────
-
-
-def _launchers(spec: Spec) -> list[Problem]:
-    """Return launchers whose package is not installed here. Other interpreters are checked elsewhere."""
-    wanting = [
-        role
-        for role, section in spec.sections()
-        if ROLES[role].together and section.launcher == "deepspeed" and not section.python
-    ]
-    if not wanting or installed_here(("deepspeed",)):
-        return []
-    hint = "rlctl setup-engine deepspeed adds it, and torchrun starts every engine too"
-    return [Problem(f"{role}.launcher", "deepspeed is not installed", hint) for role in wanting]
+# ── devices ──────────────────────────────────────────────────────────────────────────────
 
 
 def _devices(spec: Spec) -> list[Problem]:

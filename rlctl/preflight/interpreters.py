@@ -116,54 +116,61 @@ def own_path(section: RoleSection, spec_dir: Path) -> str:
     return os.path.abspath(spec_dir / Path(section.python).expanduser()) if section.python else ""
 
 
-def interpreter_problems(spec: Spec, spec_dir: Path, *, nvidia_driver: bool) -> list[Problem]:
-    """Return what is wrong with the interpreters that roles name, and the engine packages that ours lacks.
-
-    `nvidia_driver`: whether this machine has one; a spec for GPUs may be checked where there are none.
-    """
-    problems: list[Problem] = []
+def interpreter_problems(spec: Spec, spec_dir: Path, *, nvidia_driver: bool) -> Iterator[Problem]:
+    """Yield what is wrong with the interpreters that roles name, and the packages of engines and launchers that ours
+    lacks. `nvidia_driver`: whether this machine has one; a spec for GPUs may be checked where there are none."""
     for role, section in spec.sections():
         path = own_path(section, spec_dir)
-        own = [*(_foreign(role, section, path) if path else _ours(role, section))]
-        if not own and (engine := engine_of(section)) is not None:
+        found = _unusable(role, section, path) if path else None
+        found = found or _missing(role, section, path)
+        if found is not None:
+            yield found
+        elif (engine := engine_of(section)) is not None:
             versions = packages_of(section, spec_dir) or {}
-            own = [*engine.installed_problems(role, section, versions, nvidia_driver=nvidia_driver)]
-        problems += own
-    return problems
+            yield from engine.installed_problems(role, section, versions, nvidia_driver=nvidia_driver)
 
 
-def _foreign(role: RoleName, section: RoleSection, path: str) -> Iterator[Problem]:
+def _unusable(role: RoleName, section: RoleSection, path: str) -> Problem | None:
     key, kind = f"{role}.python", _own_environment(section)
-    elsewhere = _set_up(kind) if kind else f"leave it out to use {sys.executable}"
+    other = _set_up(kind) if kind else f"leave it out to use {sys.executable}"
     if os.path.isdir(path):
-        yield Problem(key, "is a folder", "name the interpreter in it, such as its bin/python")
-    elif not os.path.isfile(path):
-        yield Problem(key, f"no such interpreter ({path})", elsewhere)
-    elif not os.access(path, os.X_OK):
-        yield Problem(key, "is not executable", "name the environment's bin/python")
-    elif (found := look_at(path)).failure:
-        yield Problem(key, f"does not start: {found.failure}", elsewhere)
-    elif found.too_old:
+        return Problem(key, "is a folder", "name the interpreter in it, such as its bin/python")
+    if not os.path.isfile(path):
+        return Problem(key, f"no such interpreter ({path})", other)
+    if not os.access(path, os.X_OK):
+        return Problem(key, "is not executable", "name the environment's bin/python")
+    if (found := look_at(path)).failure:
+        return Problem(key, f"does not start: {found.failure}", other)
+    if found.too_old:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        yield Problem(key, f"is Python {found.python}", f"roles need Python {oldest} or newer")
-    elif missing := [package for package in _needed_packages(role, section) if not found.version(package)]:
-        message = f"lacks the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        yield Problem(key, message, _how_to_install(role, section, path, missing))
+        return Problem(key, f"is Python {found.python}", f"roles need Python {oldest} or newer")
+    return None
 
 
-def _ours(role: RoleName, section: RoleSection) -> Iterator[Problem]:
-    """Find packages of the role's engine that our interpreter lacks."""
-    engine, needed = engine_of(section), _engine_packages(section)
-    here = Interpreter(versions=installed_here((*_ASKED, *needed)))
-    missing = [package for package in needed if not here.version(package)]
-    if engine is None or not missing:
-        return
-    if kind := _own_environment(section):
-        hint = f"{_set_up(kind)}; then write {role}.python = {show(_made_by_setup(kind))}"
-    else:
-        hint = engine.where_to_get or f"{sys.executable} -m pip install {' '.join(missing)}"
-    message = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed where rlctl runs"
-    yield Problem(f"{role}.engine.kind", message, hint)
+def _missing(role: RoleName, section: RoleSection, path: str) -> Problem | None:
+    """Return the packages that a role needs and its interpreter lacks; `path` empty: ours, which has what every role
+    needs."""
+    engine, launcher = engine_of(section), {"torchrun": ("torch",), "deepspeed": ("deepspeed",)}.get(section.launcher)
+    of_engine = (engine.packages or ()) if engine is not None else ()
+    of_roles = (*WORKER_PACKAGES, *(() if ROLES[role].holds_model else _TEXT_PACKAGES)) if path else ()
+    needed = dict.fromkeys((*of_roles, *of_engine, *((launcher or ()) if ROLES[role].together else ())))
+    there = look_at(path) if path else Interpreter(versions=installed_here((*_ASKED, *needed)))
+    missing = [package for package in needed if not there.version(package)]
+    if not missing:
+        return None
+    kind, install = _own_environment(section), f"{path or sys.executable} -m pip install {' '.join(missing)}"
+    names = ", ".join(missing)
+    if not {*missing} & {*of_roles, *of_engine}:
+        hint = f'set {role}.launcher = "torchrun", for torchrun starts every engine too, or {install}'
+        return Problem(f"{role}.launcher", f"{names} is not installed{f' in {path}' if path else ''}", hint)
+    if path:
+        others = (table for table in (*TRAIN_TABLES, *ROLLOUT_TABLES) if table is not type(engine))
+        its_own = {*of_engine} - {name for table in others for name in table.packages or ()}
+        hint = _set_up(kind) if kind and (path == _made_by_setup(kind) or its_own & {*missing}) else install
+        return Problem(f"{role}.python", f"lacks the package{'s' if len(missing) > 1 else ''} {names}", hint)
+    hint = f"{_set_up(kind)}; then write {role}.python = {show(_made_by_setup(kind))}" if kind else ""
+    message = f"{names} {'is' if len(missing) == 1 else 'are'} not installed where rlctl runs"
+    return Problem(f"{role}.engine.kind", message, hint or (engine.where_to_get if engine else "") or install)
 
 
 @cache
@@ -171,31 +178,6 @@ def _other_names() -> dict[str, tuple[str, ...]]:
     """Return for each package the distributions that bring the same one, by all engines."""
     tables: tuple[type[EngineTable], ...] = (*TRAIN_TABLES, *ROLLOUT_TABLES)
     return {name: others for table in tables for name, others in (table.package_aliases or {}).items()}
-
-
-def _needed_packages(role: RoleName, section: RoleSection) -> tuple[str, ...]:
-    """Return what the role's process imports at least, by the name it is installed under."""
-    own = _engine_packages(section) if ROLES[role].holds_model else _TEXT_PACKAGES
-    launcher = {"torchrun": ("torch",), "deepspeed": ("deepspeed",)}.get(section.launcher, ())
-    return tuple(dict.fromkeys((*WORKER_PACKAGES, *own, *launcher)))
-
-
-def _engine_packages(section: RoleSection) -> tuple[str, ...]:
-    """Return what the role's engine needs; nothing where it does not say."""
-    engine = engine_of(section)
-    return (engine.packages or ()) if engine is not None else ()
-
-
-# ── where to get them ─────────────────────────────────────────────────────────────────────────────
-
-
-def _how_to_install(role: RoleName, section: RoleSection, path: str, missing: list[str]) -> str:
-    kind, install = _own_environment(section), f"{path} -m pip install {' '.join(missing)}"
-    if not {*missing} & {*WORKER_PACKAGES, *_TEXT_PACKAGES, *_engine_packages(section)}:
-        return f'set {role}.launcher = "torchrun", which needs nothing more, or {install}'
-    others = (table for table in (*TRAIN_TABLES, *ROLLOUT_TABLES) if table is not type(engine_of(section)))
-    its_own = {*_engine_packages(section)} - {name for table in others for name in table.packages or ()}
-    return _set_up(kind) if kind and (path == _made_by_setup(kind) or its_own & {*missing}) else install
 
 
 def _own_environment(section: RoleSection) -> str:

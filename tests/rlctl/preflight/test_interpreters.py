@@ -15,6 +15,7 @@ from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, look_at
 from specs.errors import Problem
 from specs.load.load import load_spec
+from specs.rules.all_rules import with_values
 from specs.text import show
 
 # What a rollout on vLLM for the CPU needs.
@@ -58,9 +59,8 @@ def script(file: Path, text: str) -> Path:
 def problems(folder: Path, python: Path | str, *overrides: str, nvidia_driver: bool = False) -> list[Problem]:
     """What is wrong with the quickstart when its rollout runs in `python`."""
     named = [f"rollout.python={python}"] if python else []
-    return interpreter_problems(
-        load_spec(preset("quickstart", folder), [*named, *overrides]), folder, nvidia_driver=nvidia_driver
-    )
+    spec = load_spec(preset("quickstart", folder), [*named, *overrides])
+    return with_values(spec, interpreter_problems(spec, folder, nvidia_driver=nvidia_driver))
 
 
 # ── what is found ─────────────────────────────────────────────────────────────────────────────────
