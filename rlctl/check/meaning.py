@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.models.paths import resolve_model
-from rlctl.models.tokenizer import reference_of
+from rlctl.models.tokenizer_files import reference_of
 from rlctl.preflight.interpreters import SHOWN, look_at
 from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan

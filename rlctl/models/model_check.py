@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.models.hub import HubModel, hub_snapshot, look_up, offline
 from rlctl.models.paths import builtin_models, not_found, resolve_model
-from rlctl.models.tokenizer import tokenizer_problems
+from rlctl.models.tokenizer_files import tokenizer_problems
 from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT, no_weights, weight_problems
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
-from rlctl.models.tokenizer import chat_template_of, load_tokenizer
+from rlctl.models.tokenizer_files import chat_template_of, load_tokenizer
 from rlctl.models.weight_files import LFS
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import NotHere, Problem

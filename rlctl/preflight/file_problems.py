@@ -14,7 +14,13 @@ from typing import Any
 from rlctl.models.hardware import gpu_count, has_nvidia_driver
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.shapes_fit import adapter_problems, sequence_problems, shard_problems
-from rlctl.models.tokenizer import NEEDS_PACKAGE, chat_problems, chat_template_of, kinship_problems, lone_tokenizer
+from rlctl.models.tokenizer_files import (
+    NEEDS_PACKAGE,
+    chat_problems,
+    chat_template_of,
+    kinship_problems,
+    lone_tokenizer,
+)
 from rlctl.preflight.data_files import check_data
 from rlctl.preflight.hostfile import hostfile_problems
 from rlctl.preflight.interpreters import interpreter_problems, packages_of

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
-from rlctl.models.tokenizer import TOKENIZER_FILES
+from rlctl.models.tokenizer_files import TOKENIZER_FILES
 from specs.errors import UsageError
 from specs.schema.rewards import Function
 from specs.schema.sections import is_hub_data
