@@ -9,7 +9,7 @@ from typing import Any
 import warm
 
 CODE = """
-import json, os, signal, sys, threading, time
+import json, os, signal, sys, time
 from importlib import import_module
 from pathlib import Path
 
@@ -108,8 +108,6 @@ def tell_what_is_graded(reward):
     reward.score = score
 
 
-if "workers.node" in sys.orig_argv:  # a keeper with a thread forks nobody: a fork would not come through here
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
 if ROLE == "rollout":
     (HERE / f"pid{RANK}").write_text(str(os.getpid()))
 if ROLE == "reward":

@@ -110,21 +110,22 @@ def test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever(
 
 
 def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tmp_path: Path) -> None:
-    """One dies as it is built; one is late with its model, and taken in when the first has been sampling."""
+    """One dies as it is built; one connects late, and joins when the first has been sampling."""
     plot, run = tmp_path / "plot", tmp_path / "run"
     faults = [
         {"role": "rollout", "rank": 1, "method": "build", "call": 1},
-        {"role": "rollout", "rank": 2, "method": "build", "call": 1, "how": "late"},
+        {"role": "rollout", "rank": 2, "method": "connect", "call": 1, "how": "late"},
     ]
+    engines = {"rollout": [*crashing.FAKE["rollout"], ["workers.connection", "Link", ["connect"]]]}
     options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=12"]
     done = warm_rlctl(
-        "train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults), *options
+        "train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults, engines), *options
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert trajectory(run) == trajectory(plain)
     said = " ".join(done.stdout.split())
-    assert "rollout rank 1 failed for good: its process was ended by SIGKILL. The run goes on with 2 of them" in said
-    assert "rollout rank 2 was not built within 12 s. The run goes on with 1 of 3 replicas" in said
+    assert "rollout rank 1 failed for good: its process was ended by SIGKILL. The run goes on with 1 of them" in said
+    assert "rollout rank 2 did not join within 12 s. The run goes on with 2 of 3 replicas" in said
     assert "rollout rank 2 came late and takes part now: 2 of 3 replicas" in said
     counted = [[line[f"rollout/{name}"] for name in ("replicas", "late", "dropped")] for line in metrics(run)]
     assert counted[-1] == [2, 0, 1]
