@@ -33,7 +33,7 @@ from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
 )
 from specs.schema.role_section import LearningRole, ModelRole, Restartable, RoleSection  # noqa: E402
 from specs.schema.spec import Spec  # noqa: E402
-from specs.schema.table import Table  # noqa: E402
+from specs.schema.table import Table, meaning_of  # noqa: E402
 from specs.text import show  # noqa: E402
 
 INTRO = """# The run spec, key by key
@@ -120,13 +120,13 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [*(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines), ""]
 
 
-def cells_of(name: str, field: FieldInfo) -> list[str]:
+def cells_of(table: type[Table], name: str, field: FieldInfo) -> list[str]:
     kind = " ".join(filter(None, (type_of(field.annotation), bounds_of(field))))
-    return [f"`{field.alias or name}`", kind, default_of(field), field.description or ""]
+    return [f"`{field.alias or name}`", kind, default_of(field), meaning_of(table, name)]
 
 
-def key_table(keys: Keys) -> list[str]:
-    return grid(("key", "type", "default", "meaning"), (cells_of(name, field) for name, field in keys.items()))
+def key_table(table: type[Table], keys: Keys) -> list[str]:
+    return grid(("key", "type", "default", "meaning"), (cells_of(table, name, field) for name, field in keys.items()))
 
 
 def name_of(table: type[Table]) -> str:
@@ -148,7 +148,7 @@ def union_table(tables: Sequence[type[Table]], but: Collection[str] = ()) -> lis
     for table in tables:
         for name, field in keys_of(table).items():
             if name not in but:
-                kinds.setdefault(tuple(cells_of(name, field)), []).append(f"`{name_of(table)}`")
+                kinds.setdefault(tuple(cells_of(table, name, field)), []).append(f"`{name_of(table)}`")
     found = ((*cells, "all" if len(names) == len(tables) else ", ".join(names)) for cells, names in kinds.items())
     return grid(("key", "type", "default", "meaning", "`kind`"), found)
 
@@ -172,7 +172,7 @@ class Page:
             cleandoc(table.__doc__ or ""),
             *([f"It has the keys of {', of '.join(shared)}."] if shared else []),
         ]
-        self.lines += ["", *key_table(keys_of(table))]
+        self.lines += ["", *key_table(table, keys_of(table))]
         self.below(path, keys_of(table))
 
     def below(self, path: str, keys: Keys) -> None:
@@ -187,7 +187,7 @@ class Page:
     def roles(self) -> None:
         self.lines += ["## Keys of several roles", ""]
         for base, name in SHARED.items():
-            self.lines += [f"### {name.capitalize()}", "", *key_table(keys_of(base))]
+            self.lines += [f"### {name.capitalize()}", "", *key_table(base, keys_of(base))]
             self.below("actor", keys_of(base))
 
     def algorithm(self) -> None:
@@ -195,13 +195,13 @@ class Page:
         self.lines += ["## `[algorithm]`", "", ALGORITHM, ""]
         head = ("`kind`", "advantage", "loss", "defaults of its own", "what it is")
         self.lines += grid(head, (preset_row(kind, table) for kind, table in PRESETS.items()))
-        self.lines += ["### Every algorithm", "", *key_table(keys_of(Algorithm))]
+        self.lines += ["### Every algorithm", "", *key_table(Algorithm, keys_of(Algorithm))]
         self.below("algorithm", keys_of(Algorithm))
         not_written = {*Algorithm.model_fields, "corrected", "path"}
         self.lines += ["### Advantages", "", *kinds_table(advantages), *union_table(advantages, not_written)]
         self.lines += ["### Losses", "", *kinds_table(losses), *union_table(losses, not_written)]
         critic = {name: field for name, field in ActorCritic.model_fields.items() if name not in Algorithm.model_fields}
-        self.lines += ["### The critic", "", what(ValueLoss), "", *key_table(critic)]
+        self.lines += ["### The critic", "", what(ValueLoss), "", *key_table(ActorCritic, critic)]
 
 
 def preset_row(kind: str, table: type[Algorithm]) -> list[str]:

@@ -14,7 +14,7 @@ from specs.load.unknown_keys import unknown_keys
 from specs.packages import page
 from specs.schema.engines.foreign import foreign_kinds
 from specs.schema.roles import ROLES
-from specs.schema.table import Table
+from specs.schema.table import Table, meaning_of
 from specs.text import show, show_default
 
 if TYPE_CHECKING:
@@ -177,12 +177,11 @@ def _default_or_meaning(path: Path, raw: dict[str, Any]) -> str:
     while isinstance(path[-1], int):
         path = path[:-1]
     tables = chosen_tables(tables_at(path[:-1], raw), value_at(raw, path[:-1]))
-    fields = [
-        field for table in tables for name, field in table.model_fields.items() if path[-1] in (name, field.alias)
-    ]
-    if not fields:
+    found = [(t, name) for t in tables for name, field in t.model_fields.items() if path[-1] in (name, field.alias)]
+    if not found:
         return f"{page('spec.md')} says what {dotted(path)} takes"
-    if not fields[0].is_required():
-        default = show_default(fields[0].default)
+    table, name = found[0]
+    if not (field := table.model_fields[name]).is_required():
+        default = show_default(field.default)
         return f"leave it out for the default, {default}" if default else "leave the key out"
-    return f"{dotted(path)} is: {(fields[0].description or '').split('. ')[0].rstrip('.')}"
+    return f"{dotted(path)} is: {meaning_of(table, name).split('. ')[0].rstrip('.')}"

@@ -21,55 +21,55 @@ OF_ALL_SETS = ("prompts", "samples_per_prompt", "temperature", "top_p", "pass_te
 class EvalSet(Table):
     """One of several sets of prompts. How it is completed, where it does not say so itself, `[eval]` says."""
 
-    name: SetName = Field(description="Name in the metrics: `eval/<name>/reward_mean`.")
-    data: PathText = Field(
-        "",
-        description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out, which "
-        "one set may be.",
-    )
-    split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
-    prompts: int | None = Field(None, gt=0, description="Prompts to evaluate on; unset: `eval.prompts`.")
-    samples_per_prompt: int | None = Field(
-        None, gt=0, description="Completions of each prompt; unset: `eval.samples_per_prompt`."
-    )
-    temperature: float | None = Field(None, ge=0, description="0: greedy; unset: `eval.temperature`.")
-    top_p: float | None = Field(None, gt=0, le=1, description="As in `[rollout]`; unset: `eval.top_p`.")
-    pass_term: int | None = Field(None, ge=0, description="Unset: `eval.pass_term`.")
-    pass_score: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE, description="Unset: `eval.pass_score`.")
+    name: SetName
+    """Name in the metrics: `eval/<name>/reward_mean`."""
+    data: PathText = ""
+    """Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out, which one set may
+    be."""
+    split: NonEmpty = "test"
+    """Split to read; only for a hub dataset id."""
+    prompts: int | None = Field(None, gt=0)
+    """Prompts to evaluate on; unset: `eval.prompts`."""
+    samples_per_prompt: int | None = Field(None, gt=0)
+    """Completions of each prompt; unset: `eval.samples_per_prompt`."""
+    temperature: float | None = Field(None, ge=0)
+    """0: greedy; unset: `eval.temperature`."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """As in `[rollout]`; unset: `eval.top_p`."""
+    pass_term: int | None = Field(None, ge=0)
+    """Unset: `eval.pass_term`."""
+    pass_score: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE)
+    """Unset: `eval.pass_score`."""
 
 
 class EvalSection(Table):
     """Evaluation on prompts that are not trained on: one set, or with `[[eval.sets]]` several."""
 
-    every: int = Field(
-        gt=0, description="Steps between evaluations; one runs before the first step and after the last."
-    )
-    name: SetName = Field("heldout", description="Name in the metrics: `eval/<name>/reward_mean`.")
-    data: PathText = Field(
-        "", description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out."
-    )
-    split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
-    prompts: int = Field(64, gt=0, description="Prompts to evaluate on.")
-    samples_per_prompt: int = Field(
-        1, gt=0, description="Completions of each prompt. Their mean is `reward_mean`; pass@k is estimated from them."
-    )
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0: greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set with this much probability.")
-    pass_term: int | None = Field(
-        None,
-        ge=0,
-        description="Number in `reward.terms`, from 0: a completion passes by this term's value, before its weight; "
-        "unset: the only term that is no penalty, where it is known what it gives a right completion "
-        "(`exact_match`, `math_verify`, `regex`: 1), or with `pass_score` the weighted sum.",
-    )
-    pass_score: float | None = Field(
-        None,
-        ge=-MAX_SCORE,
-        le=MAX_SCORE,
-        description="Least score with which a completion passes; unset: what the term gives a right completion. "
-        "Without either key, and with no such term, there is no pass@k.",
-    )
-    sets: tuple[EvalSet, ...] = Field((), description="Several sets in place of one.")
+    every: int = Field(gt=0)
+    """Steps between evaluations; one runs before the first step and after the last."""
+    name: SetName = "heldout"
+    """Name in the metrics: `eval/<name>/reward_mean`."""
+    data: PathText = ""
+    """Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out."""
+    split: NonEmpty = "test"
+    """Split to read; only for a hub dataset id."""
+    prompts: int = Field(64, gt=0)
+    """Prompts to evaluate on."""
+    samples_per_prompt: int = Field(1, gt=0)
+    """Completions of each prompt. Their mean is `reward_mean`; pass@k is estimated from them."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0: greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set with this much probability."""
+    pass_term: int | None = Field(None, ge=0)
+    """Number in `reward.terms`, from 0: a completion passes by this term's value, before its weight; unset: the
+    only term that is no penalty, where it is known what it gives a right completion (`exact_match`, `math_verify`,
+    `regex`: 1), or with `pass_score` the weighted sum."""
+    pass_score: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE)
+    """Least score with which a completion passes; unset: what the term gives a right completion. Without either
+    key, and with no such term, there is no pass@k."""
+    sets: tuple[EvalSet, ...] = ()
+    """Several sets in place of one."""
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:

@@ -30,7 +30,8 @@ class RewardTerm(Table):
     right_score: ClassVar[float | None] = None
 
     kind: str
-    weight: float = Field(1.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Factor of this term in the weighted sum.")
+    weight: float = Field(1.0, ge=-MAX_SCORE, le=MAX_SCORE)
+    """Factor of this term in the weighted sum."""
 
 
 class ExactMatch(RewardTerm):
@@ -39,8 +40,10 @@ class ExactMatch(RewardTerm):
     right_score: ClassVar[float | None] = 1.0
 
     kind: Literal["exact_match"]
-    partial: bool = Field(False, description="Give the share of character positions that are right instead of 0 or 1.")
-    ignore_case: bool = Field(False, description="Compare without regard to case.")
+    partial: bool = False
+    """Give the share of character positions that are right instead of 0 or 1."""
+    ignore_case: bool = False
+    """Compare without regard to case."""
 
 
 class MathVerify(RewardTerm):
@@ -57,9 +60,8 @@ class Regex(RewardTerm):
     right_score: ClassVar[float | None] = 1.0
 
     kind: Literal["regex"]
-    pattern: NonEmpty = Field(
-        description="Python regular expression, searched in the completion (dot matches newlines)."
-    )
+    pattern: NonEmpty
+    """Python regular expression, searched in the completion (dot matches newlines)."""
 
 
 class Overlong(RewardTerm):
@@ -68,16 +70,16 @@ class Overlong(RewardTerm):
     is_penalty: ClassVar[bool] = True
 
     kind: Literal["overlong"]
-    buffer_tokens: int = Field(gt=0, description="Length of the slope before `max_response_tokens`.")
+    buffer_tokens: int = Field(gt=0)
+    """Length of the slope before `max_response_tokens`."""
 
 
 class Function(RewardTerm):
     """A Python function `score(prompt, completion, row) -> float`."""
 
     kind: Literal["function"]
-    path: Annotated[PathText, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")] = Field(
-        description="`file.py:name`, relative to the spec file."
-    )
+    path: Annotated[PathText, StringConstraints(pattern="^.+\\.py:[A-Za-z_]\\w*$")]
+    """`file.py:name`, relative to the spec file."""
 
 
 def _base_url(url: str) -> str:
@@ -102,52 +104,45 @@ class Judge(RewardTerm):
 
     graded_by: ClassVar[GradedBy] = "judge"
     kind: Literal["judge"]
-    base_url: Annotated[str, AfterValidator(_base_url)] = Field(
-        description="Address below which `/chat/completions` answers, such as `https://host/v1`."
-    )
-    model: NonEmpty = Field(description="The model that judges, as the endpoint calls it.")
-    prompt: NonEmpty = Field(
-        description="Text of the request: `{prompt}` is the text that the policy saw, `{completion}` what it wrote, "
-        "`{answer}` the row's answer, `{column}` any other column of the row."
-    )
-    system: str = Field("", description="System message put before it.")
-    min_score: float = Field(
-        ge=-MAX_SCORE, le=MAX_SCORE, description="Least score; a lower one in a reply is a failed grade."
-    )
-    max_score: float = Field(
-        ge=-MAX_SCORE, le=MAX_SCORE, description="Highest score; a higher one in a reply is a failed grade."
-    )
-    score_pattern: str = Field(
-        "",
-        description="Regular expression whose first group is the score, of its last match in the reply; empty: the "
-        "reply is the number, or JSON with `score_key`.",
-    )
-    score_key: str = Field("", description="Key of the JSON object in the reply that holds the score.")
-    body: dict[NonEmpty, bool | int | float | str] = Field(
-        {"temperature": 0.0, "max_tokens": 512}, description="What else the request says; a table replaces this whole."
-    )
-    key_env: str = Field(
-        "",
-        description="Environment variable that holds the API key; empty: none is sent. The key itself is never "
-        "written anywhere.",
-    )
-    concurrency: int = Field(16, ge=1, le=256, description="Requests at a time.")
-    timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds for one request, from connecting to its end.")
-    retries: int = Field(
-        4,
-        ge=0,
-        le=20,
-        description="How often a request is sent again after a timeout, a lost connection, or status 408, 425, 429 or "
-        "5xx, after waits that double, or as long as `Retry-After` asks.",
-    )
-    cache: bool = Field(True, description="Keep replies on disk, and ask for each request once.")
-    cache_file: PathText = Field(
-        "",
-        description="Where they are kept, relative to the spec file, for several runs too; empty: "
-        "`judge_cache.sqlite` in the run directory.",
-    )
-    prompt_price: float = Field(0.0, ge=0, description="Price of a million prompt tokens, for `reward/judge_cost`.")
-    completion_price: float = Field(0.0, ge=0, description="Price of a million completion tokens.")
+    base_url: Annotated[str, AfterValidator(_base_url)]
+    """Address below which `/chat/completions` answers, such as `https://host/v1`."""
+    model: NonEmpty
+    """The model that judges, as the endpoint calls it."""
+    prompt: NonEmpty
+    """Text of the request: `{prompt}` is the text that the policy saw, `{completion}` what it wrote, `{answer}` the
+    row's answer, `{column}` any other column of the row."""
+    system: str = ""
+    """System message put before it."""
+    min_score: float = Field(ge=-MAX_SCORE, le=MAX_SCORE)
+    """Least score; a lower one in a reply is a failed grade."""
+    max_score: float = Field(ge=-MAX_SCORE, le=MAX_SCORE)
+    """Highest score; a higher one in a reply is a failed grade."""
+    score_pattern: str = ""
+    """Regular expression whose first group is the score, of its last match in the reply; empty: the reply is the
+    number, or JSON with `score_key`."""
+    score_key: str = ""
+    """Key of the JSON object in the reply that holds the score."""
+    body: dict[NonEmpty, bool | int | float | str] = Field({"temperature": 0.0, "max_tokens": 512})
+    """What else the request says; a table replaces this whole."""
+    key_env: str = ""
+    """Environment variable that holds the API key; empty: none is sent. The key itself is never written
+    anywhere."""
+    concurrency: int = Field(16, ge=1, le=256)
+    """Requests at a time."""
+    timeout_s: float = Field(60.0, gt=0, le=3600)
+    """Seconds for one request, from connecting to its end."""
+    retries: int = Field(4, ge=0, le=20)
+    """How often a request is sent again after a timeout, a lost connection, or status 408, 425, 429 or 5xx, after
+    waits that double, or as long as `Retry-After` asks."""
+    cache: bool = True
+    """Keep replies on disk, and ask for each request once."""
+    cache_file: PathText = ""
+    """Where they are kept, relative to the spec file, for several runs too; empty: `judge_cache.sqlite` in the run
+    directory."""
+    prompt_price: float = Field(0.0, ge=0)
+    """Price of a million prompt tokens, for `reward/judge_cost`."""
+    completion_price: float = Field(0.0, ge=0)
+    """Price of a million completion tokens."""
 
     @property
     def columns(self) -> tuple[str, ...]:

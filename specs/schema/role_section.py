@@ -15,19 +15,21 @@ DType = Literal["fp32", "bf16"]
 class RoleSection(Table):
     """The keys of every role's section: where it runs and with what."""
 
-    launcher: Literal["python", "torchrun", "deepspeed", "srun"] = Field(
-        "python",
-        description="How the role's processes are started. Several ranks of one model want `torchrun`, `deepspeed`, or "
-        "inside a SLURM job `srun`.",
-    )
-    processes: int = Field(1, ge=1, le=4096, description="Processes of this role, on all its nodes together.")
-    nodes: int = Field(1, ge=1, le=512, description="Hosts that share the processes evenly.")
-    devices: tuple[int, ...] = Field((), description="GPU numbers on each node, one per process there; empty: CPU.")
-    python: PathText = Field(
-        "", description="Interpreter of this role, relative to the spec file; empty: the one that runs rlctl."
-    )
-    env: dict[str, str] = Field({}, description="Extra environment variables of this role.")
-    threads: int | None = Field(None, gt=0, description="CPU threads per process; unset: shared out by the plan.")
+    launcher: Literal["python", "torchrun", "deepspeed", "srun"] = "python"
+    """How the role's processes are started. Several ranks of one model want `torchrun`, `deepspeed`, or inside a
+    SLURM job `srun`."""
+    processes: int = Field(1, ge=1, le=4096)
+    """Processes of this role, on all its nodes together."""
+    nodes: int = Field(1, ge=1, le=512)
+    """Hosts that share the processes evenly."""
+    devices: tuple[int, ...] = ()
+    """GPU numbers on each node, one per process there; empty: CPU."""
+    python: PathText = ""
+    """Interpreter of this role, relative to the spec file; empty: the one that runs rlctl."""
+    env: dict[str, str] = Field({})
+    """Extra environment variables of this role."""
+    threads: int | None = Field(None, gt=0)
+    """CPU threads per process; unset: shared out by the plan."""
 
     @property
     def hosts(self) -> range:
@@ -43,22 +45,16 @@ class RoleSection(Table):
 class ModelRole(RoleSection):
     """A role that holds a language model."""
 
-    dtype: DType = Field("fp32", description="Precision of the forward pass. bf16 trains with fp32 master weights.")
-    attn_implementation: Attention | None = Field(
-        None, description="This role's attention; unset: `model.attn_implementation`."
-    )
-    micro_batch_tokens: int = Field(
-        8192,
-        gt=0,
-        description="Most tokens in one forward pass of a rank. A hard limit: no sequence may be longer than it times "
-        "`sequence_parallel`.",
-    )
-    sequence_parallel: int = Field(
-        1,
-        ge=1,
-        description="Ranks that share samples: each computes a part of every row, and attention exchanges rows for "
-        "heads (Ulysses, Jacobs et al. 2023). A row has up to so many times `micro_batch_tokens`.",
-    )
+    dtype: DType = "fp32"
+    """Precision of the forward pass. bf16 trains with fp32 master weights."""
+    attn_implementation: Attention | None = None
+    """This role's attention; unset: `model.attn_implementation`."""
+    micro_batch_tokens: int = Field(8192, gt=0)
+    """Most tokens in one forward pass of a rank. A hard limit: no sequence may be longer than it times
+    `sequence_parallel`."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that share samples: each computes a part of every row, and attention exchanges rows for heads (Ulysses,
+    Jacobs et al. 2023). A row has up to so many times `micro_batch_tokens`."""
 
     @property
     def row_tokens(self) -> int:
@@ -69,47 +65,45 @@ class ModelRole(RoleSection):
 class Restartable(RoleSection):
     """A role whose ranks each work by themselves: the loss of one can be made good, or borne."""
 
-    max_restarts: int = Field(
-        3,
-        ge=0,
-        description="How often processes that crashed or hang are started again before the run fails, in all and per "
-        "attempt; 0: never.",
-    )
-    min_processes: int | None = Field(
-        None,
-        ge=1,
-        description="Processes with which the run begins and still goes on. One that is not there within "
-        "`run.start_timeout_s`, or whose host cannot be reached, is taken in when it comes. One that cannot be built, "
-        "or started again (restarts used up, or its host silent), is left out until the next attempt. Unset: all are "
-        "needed.",
-    )
+    max_restarts: int = Field(3, ge=0)
+    """How often processes that crashed or hang are started again before the run fails, in all and per attempt; 0:
+    never."""
+    min_processes: int | None = Field(None, ge=1)
+    """Processes with which the run begins and still goes on. One that is not there within `run.start_timeout_s`, or
+    whose host cannot be reached, is taken in when it comes. One that cannot be built, or started again (restarts
+    used up, or its host silent), is left out until the next attempt. Unset: all are needed."""
 
 
 class Optimizer(Table):
     """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
 
-    lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates.")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; on matrices only.")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up."
-    )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of `lr`.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates."""
+    eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay; on matrices only."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Where linear and cosine end, as a share of `lr`."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Global gradient norm is clipped to this; 0: never."""
 
 
 class Lora(Table):
     """Low-rank adapters (Hu et al. 2021): only they learn, the model's own weights stay."""
 
-    rank: int = Field(16, gt=0, description="Rank of the adapters.")
-    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
-    targets: tuple[NonEmpty, ...] = Field(
-        ("all-linear",),
-        min_length=1,
-        description="Names of the linear layers that get one (`q_proj`, …); `all-linear`: every one but the head.",
-    )
+    rank: int = Field(16, gt=0)
+    """Rank of the adapters."""
+    alpha: float = Field(32.0, gt=0)
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[NonEmpty, ...] = Field(("all-linear",), min_length=1)
+    """Names of the linear layers that get one (`q_proj`, …); `all-linear`: every one but the head."""
 
 
 def some_layers(value: Any) -> bool | int:
@@ -122,18 +116,13 @@ def some_layers(value: Any) -> bool | int:
 class LearningRole(ModelRole):
     """A role that learns."""
 
-    gradient_checkpointing: Annotated[bool | int, PlainValidator(some_layers)] = Field(
-        False,
-        description="Recompute activations in the backward pass to save memory: `true` those of all layers, a number "
-        "those of the first so many.",
-    )
-    activation_offload: bool = Field(
-        False,
-        description="Let activations wait in host memory for the backward pass; with `gradient_checkpointing` what "
-        "enters each layer, which is little and hides behind the computation.",
-    )
-    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
-    lora: Lora | None = Field(
-        None,
-        description="Train low-rank adapters instead of the whole model; beside them a critic's head learns whole.",
-    )
+    gradient_checkpointing: Annotated[bool | int, PlainValidator(some_layers)] = False
+    """Recompute activations in the backward pass to save memory: `true` those of all layers, a number those of the
+    first so many."""
+    activation_offload: bool = False
+    """Let activations wait in host memory for the backward pass; with `gradient_checkpointing` what enters each
+    layer, which is little and hides behind the computation."""
+    optimizer: Optimizer = Optimizer()
+    """Optimizer and schedule."""
+    lora: Lora | None = None
+    """Train low-rank adapters instead of the whole model; beside them a critic's head learns whole."""

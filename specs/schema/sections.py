@@ -19,37 +19,30 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 class RunSection(Table):
     """The name of the run, how long it lasts and how long anything may take."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(usable_path)] = (
-        Field(description="Name of the run; also the name of its directory under `dir`.")
-    )
-    steps: int = Field(gt=0, description="Steps to train. A step is generate, score, learn, once.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random in the run.")
-    dir: NonEmptyPath = Field(
-        "runs", description="Folder that holds run directories; relative to where `rlctl` is called."
-    )
-    colocate: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Whether trainers and rollouts take turns on their devices (offload and sleep between phases). "
-        "`auto`: when they name the same GPU. `always` also works on CPU, where it saves host memory.",
-    )
-    max_memory_growth_GiB: float = Field(
-        4.0,
-        gt=0,
-        description="How much more than at first a role may hold after it has left a shared device, if it grows "
-        "steadily, step by step; then the run stops.",
-    )
-    start_timeout_s: float = Field(300.0, gt=0, description="Seconds a role may take to start and build its model.")
-    verb_timeout_s: float = Field(1800.0, gt=0, description="Seconds any single request to a role may take.")
-    stall_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds without any progress (no token, grade, micro-batch, weight or answer of any rank) after "
-        "which the stuck ranks are named and their stacks logged; a rollout is started again, any other role ends the "
-        "run. What is slow but moves goes on.",
-    )
-    heartbeat_timeout_s: float = Field(
-        30.0, ge=1.0, description="Seconds without a sign of life after which a rank counts as hung and the run ends."
-    )
+    name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(usable_path)]
+    """Name of the run; also the name of its directory under `dir`."""
+    steps: int = Field(gt=0)
+    """Steps to train. A step is generate, score, learn, once."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of everything random in the run."""
+    dir: NonEmptyPath = "runs"
+    """Folder that holds run directories; relative to where `rlctl` is called."""
+    colocate: Literal["auto", "always", "never"] = "auto"
+    """Whether trainers and rollouts take turns on their devices (offload and sleep between phases). `auto`: when
+    they name the same GPU. `always` also works on CPU, where it saves host memory."""
+    max_memory_growth_GiB: float = Field(4.0, gt=0)
+    """How much more than at first a role may hold after it has left a shared device, if it grows steadily, step by
+    step; then the run stops."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Seconds a role may take to start and build its model."""
+    verb_timeout_s: float = Field(1800.0, gt=0)
+    """Seconds any single request to a role may take."""
+    stall_timeout_s: float = Field(600.0, gt=0)
+    """Seconds without any progress (no token, grade, micro-batch, weight or answer of any rank) after which the
+    stuck ranks are named and their stacks logged; a rollout is started again, any other role ends the run. What is
+    slow but moves goes on."""
+    heartbeat_timeout_s: float = Field(30.0, ge=1.0)
+    """Seconds without a sign of life after which a rank counts as hung and the run ends."""
 
     @property
     def place(self) -> Path:
@@ -60,56 +53,51 @@ class RunSection(Table):
 class ModelSection(Table):
     """The model that every role uses unless its own section says otherwise."""
 
-    path: NonEmptyPath = Field(
-        description="Folder (relative to the spec file), hub id, or one of the tiny random models that ship with "
-        "rlctl: `builtin:tiny-digits`, `builtin:mini-digits`, `builtin:tiny-bytes`."
-    )
-    attn_implementation: Attention = Field(
-        "auto",
-        description="Attention of every role. `auto` is the best that works: flash_attention_2 on a GPU that has the "
-        "package, else sdpa, else eager. Anything else is used as asked or refused; a `kernels-community` name is code "
-        "that transformers downloads from the hub.",
-    )
-    from_scratch: bool = Field(
-        False,
-        description="Start from random weights drawn from `run.seed`; only `config.json` and the tokenizer are read.",
-    )
-    trust_remote_code: bool = Field(False, description="Allow Python code that lies in the model folder to run.")
+    path: NonEmptyPath
+    """Folder (relative to the spec file), hub id, or one of the tiny random models that ship with rlctl:
+    `builtin:tiny-digits`, `builtin:mini-digits`, `builtin:tiny-bytes`."""
+    attn_implementation: Attention = "auto"
+    """Attention of every role. `auto` is the best that works: flash_attention_2 on a GPU that has the package, else
+    sdpa, else eager. Anything else is used as asked or refused; a `kernels-community` name is code that
+    transformers downloads from the hub."""
+    from_scratch: bool = False
+    """Start from random weights drawn from `run.seed`; only `config.json` and the tokenizer are read."""
+    trust_remote_code: bool = False
+    """Allow Python code that lies in the model folder to run."""
 
 
 class DataSection(Table):
     """Where prompts come from and how they become tokens."""
 
-    train: NonEmptyPath = Field(
-        description="`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it "
-        "has several (`openai/gsm8k:main`); or `builtin:sort-digits`."
-    )
-    split: NonEmpty = Field("train", description="Split to read; only for a hub dataset id.")
-    prompt_column: NonEmpty = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
-    answer_column: NonEmpty = Field(
-        "answer",
-        description="Column that the built-in rewards compare with, and with which `check-config` tries functions.",
-    )
-    template: str = Field(
-        "",
-        description="Text of the prompt with `{column}` for the row's columns; empty takes `prompt_column` as it is.",
-    )
-    chat: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Whether the model's chat template wraps the prompt. `auto`: where the tokenizer has a template.",
-    )
-    system: str = Field("", description="System message put first; only with a chat template.")
-    prompts_per_step: int = Field(gt=0, description="Prompts drawn for a step; each is completed `group_size` times.")
-    max_prompt_tokens: int = Field(gt=0, description="Longest prompt, in tokens.")
-    max_response_tokens: int = Field(gt=0, description="Longest completion, in tokens.")
-    overlong: Literal["drop", "refuse"] = Field(
-        "drop", description="A prompt over `max_prompt_tokens`: `drop` and count it, or `refuse` to start."
-    )
-    bad_rows: Literal["drop", "refuse"] = Field(
-        "refuse", description="A row that does not parse or lacks a column: `drop` and count it, or `refuse` to start."
-    )
-    shuffle: bool = Field(True, description="Draw rows in a new random order each epoch (from `run.seed`).")
-    max_rows: int | None = Field(None, gt=0, description="Read only that many rows.")
+    train: NonEmptyPath
+    """`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it has several
+    (`openai/gsm8k:main`); or `builtin:sort-digits`."""
+    split: NonEmpty = "train"
+    """Split to read; only for a hub dataset id."""
+    prompt_column: NonEmpty = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer_column: NonEmpty = "answer"
+    """Column that the built-in rewards compare with, and with which `check-config` tries functions."""
+    template: str = ""
+    """Text of the prompt with `{column}` for the row's columns; empty takes `prompt_column` as it is."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether the model's chat template wraps the prompt. `auto`: where the tokenizer has a template."""
+    system: str = ""
+    """System message put first; only with a chat template."""
+    prompts_per_step: int = Field(gt=0)
+    """Prompts drawn for a step; each is completed `group_size` times."""
+    max_prompt_tokens: int = Field(gt=0)
+    """Longest prompt, in tokens."""
+    max_response_tokens: int = Field(gt=0)
+    """Longest completion, in tokens."""
+    overlong: Literal["drop", "refuse"] = "drop"
+    """A prompt over `max_prompt_tokens`: `drop` and count it, or `refuse` to start."""
+    bad_rows: Literal["drop", "refuse"] = "refuse"
+    """A row that does not parse or lacks a column: `drop` and count it, or `refuse` to start."""
+    shuffle: bool = True
+    """Draw rows in a new random order each epoch (from `run.seed`)."""
+    max_rows: int | None = Field(None, gt=0)
+    """Read only that many rows."""
 
 
 def is_hub_data(source: str) -> bool:
@@ -132,50 +120,41 @@ def _is_data_path(source: str) -> bool:
 class CheckpointSection(Table):
     """When the run's state is saved, and how much is kept."""
 
-    every: int = Field(50, gt=0, description="Steps between checkpoints; the last step is always saved.")
-    keep: int = Field(2, gt=0, description="Newest checkpoints kept.")
+    every: int = Field(50, gt=0)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(2, gt=0)
+    """Newest checkpoints kept."""
 
 
 class SyncSection(Table):
     """How weights travel from actor to rollout. Every sync is verified; that cannot be switched off."""
 
-    bucket_MiB: float = Field(
-        16.0,
-        gt=0,
-        description="Most that travels at once, in two buckets by turns; a larger weight travels alone. Not for the "
-        "transport `shm`, which has a small ring of its own.",
-    )
-    transport: Literal["auto", "shm", "folder", "group", "cuda_ipc"] = Field(
-        "auto",
-        description="`shm`: shared memory of one host. `folder`: safetensors files in a folder that both reach. "
-        "`group`: a process group (NCCL between GPUs, else gloo). `cuda_ipc`: memory of the one GPU that actor and "
-        "rollout share. `auto`: from where they are.",
-    )
-    folder: PathText = Field(
-        "",
-        description="Folder of the transport `folder`, relative to the spec file; empty: `sync` in the run directory.",
-    )
-    delta: bool = Field(
-        False,
-        description="Whether the transport `folder` sends only what changed since the last sync: a few percent of the "
-        "bytes at the learning rates of RL, with `rollout.dtype` bf16. Both ends keep a copy of the weights in host "
-        "memory for it.",
-    )
+    bucket_MiB: float = Field(16.0, gt=0)
+    """Most that travels at once, in two buckets by turns; a larger weight travels alone. Not for the transport
+    `shm`, which has a small ring of its own."""
+    transport: Literal["auto", "shm", "folder", "group", "cuda_ipc"] = "auto"
+    """`shm`: shared memory of one host. `folder`: safetensors files in a folder that both reach. `group`: a process
+    group (NCCL between GPUs, else gloo). `cuda_ipc`: memory of the one GPU that actor and rollout share. `auto`:
+    from where they are."""
+    folder: PathText = ""
+    """Folder of the transport `folder`, relative to the spec file; empty: `sync` in the run directory."""
+    delta: bool = False
+    """Whether the transport `folder` sends only what changed since the last sync: a few percent of the bytes at the
+    learning rates of RL, with `rollout.dtype` bf16. Both ends keep a copy of the weights in host memory for it."""
+
+
+# A host that is cut off ends its ssh within 45 s, whatever it was about to do.
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10", "{host}")
 
 
 class ClusterSection(Table):
     """The hosts of a run on several nodes. The first one is where `rlctl train` runs."""
 
-    hostfile: PathText = Field(
-        "", description="File with a line `host slots=N` per node (DeepSpeed's format), relative to the spec file."
-    )
-    remote_shell: tuple[NonEmpty, ...] = Field(
-        # A host that is cut off ends its ssh within 45 s, whatever it was about to do.
-        ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10", "{host}"),
-        description="Command that opens a shell on another host, for every launcher but srun; `{host}` is the host's "
-        "name.",
-    )
-    address: str = Field(
-        "", description="Address of this host that the other nodes can reach; empty: found from the first of them."
-    )
-    port: int = Field(29400, gt=1023, lt=65536, description="Port where the ranks of a group first meet.")
+    hostfile: PathText = ""
+    """File with a line `host slots=N` per node (DeepSpeed's format), relative to the spec file."""
+    remote_shell: tuple[NonEmpty, ...] = _SSH
+    """Command that opens a shell on another host, for every launcher but srun; `{host}` is the host's name."""
+    address: str = ""
+    """Address of this host that the other nodes can reach; empty: found from the first of them."""
+    port: int = Field(29400, gt=1023, lt=65536)
+    """Port where the ranks of a group first meet."""

@@ -46,92 +46,77 @@ WeightForm = Literal["merged", "apart", "adapters"]
 class ActorSection(LearningRole):
     """The model that learns."""
 
-    engine: TrainEngineTable = Field(DdpTable(), description="How the actor is held.")
+    engine: TrainEngineTable = DdpTable()
+    """How the actor is held."""
 
 
 class RefSection(ModelRole):
     """The frozen model that the actor is compared with: the KL's, or a teacher. Exists only when `algorithm.kl_coef` is
     above 0, or the algorithm has a teacher."""
 
-    model: PathText = Field("", description="Another model's path; empty: the actor's own starting weights.")
-    engine: TrainEngineTable = Field(DdpTable(), description="How the reference is held.")
+    model: PathText = ""
+    """Another model's path; empty: the actor's own starting weights."""
+    engine: TrainEngineTable = DdpTable()
+    """How the reference is held."""
 
 
 class CriticSection(LearningRole):
     """The model that predicts what a completion will still earn. Exists only where `algorithm.kind` asks for it
     (`ppo`). Without the section it is held and learns as the actor's says, by adapters where that does."""
 
-    model: PathText = Field(
-        "",
-        description="Another model's path: its head of one output is kept (a reward model, an exported critic), and a "
-        "causal language model gets a new one; empty: the actor's own starting weights with a new head.",
-    )
-    engine: TrainEngineTable = Field(DdpTable(), description="How the critic is held.")
+    model: PathText = ""
+    """Another model's path: its head of one output is kept (a reward model, an exported critic), and a causal
+    language model gets a new one; empty: the actor's own starting weights with a new head."""
+    engine: TrainEngineTable = DdpTable()
+    """How the critic is held."""
 
 
 class RewardModelSection(ModelRole):
     """A frozen sequence-classification model whose score is the reward term `kind = "model"`. It reads text through a
     tokenizer and chat template of its own."""
 
-    model: NonEmptyPath = Field(
-        description="Its folder or hub id: one output (num_labels 1), with the head in its files, a tokenizer, and a "
-        "chat template where prompts are conversations."
-    )
-    engine: TrainEngineTable = Field(DdpTable(), description="How it is held.")
-    max_sequence_tokens: int = Field(
-        4096,
-        gt=0,
-        description="Longest conversation, prompt and completion, in its own tokens. A longer one is a failed grade: "
-        "nothing is cut.",
-    )
+    model: NonEmptyPath
+    """Its folder or hub id: one output (num_labels 1), with the head in its files, a tokenizer, and a chat template
+    where prompts are conversations."""
+    engine: TrainEngineTable = DdpTable()
+    """How it is held."""
+    max_sequence_tokens: int = Field(4096, gt=0)
+    """Longest conversation, prompt and completion, in its own tokens. A longer one is a failed grade: nothing is
+    cut."""
 
 
 class RolloutSection(Restartable):
     """The model that samples. It always holds the actor's weights."""
 
-    engine: RolloutEngineTable = Field(TorchRolloutTable(), description="What samples.")
-    first_node: int = Field(
-        0,
-        ge=0,
-        lt=512,
-        description="Number of its first host in the hostfile, where 0 is the driver's and the trainers' first. Behind "
-        "the trainers' last host, the replicas have theirs to themselves.",
-    )
-    dtype: DType | None = Field(None, description="Precision; unset: the actor's.")
-    attn_implementation: Attention | None = Field(
-        None, description="This role's attention; unset: `model.attn_implementation`."
-    )
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides by the same.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set with this much probability.")
-    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0: all.")
-    stop: tuple[NonEmpty, ...] = Field(
-        (), description="Texts that each encode to one token and end a completion, besides the model's own end tokens."
-    )
-    max_probe_gap: float | None = Field(
-        None,
-        gt=0,
-        description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16, more "
-        "where log-probs are so large that neighbouring numbers of the dtype lie further apart.",
-    )
-    warn_logprob_gap: float | None = Field(
-        None,
-        gt=0,
-        description="Mean log-prob difference between sampler and trainer on a step's sampled tokens above which the "
-        "run warns; unset: 1e-4 in fp32, 0.03 in bf16, more with `top_p` and `max_staleness`, none with `top_k`.",
-    )
-    max_logprob_gap: float | None = Field(
-        None,
-        gt=0,
-        description="The same, above which the run stops before it learns from the step and keeps the batch; unset: "
-        "1e-2 in fp32, 0.3 in bf16, more with `top_p` and `max_staleness`, none with `top_k`.",
-    )
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="Steps that sampling may run ahead of learning; 0: each waits for the other. Else samples are "
-        "drawn while the actor learns, with weights up to so many steps old; older ones are dropped and counted.",
-    )
+    engine: RolloutEngineTable = TorchRolloutTable()
+    """What samples."""
+    first_node: int = Field(0, ge=0, lt=512)
+    """Number of its first host in the hostfile, where 0 is the driver's and the trainers' first. Behind the
+    trainers' last host, the replicas have theirs to themselves."""
+    dtype: DType | None = None
+    """Precision; unset: the actor's."""
+    attn_implementation: Attention | None = None
+    """This role's attention; unset: `model.attn_implementation`."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer divides by the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set with this much probability."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k likeliest tokens; 0: all."""
+    stop: tuple[NonEmpty, ...] = ()
+    """Texts that each encode to one token and end a completion, besides the model's own end tokens."""
+    max_probe_gap: float | None = Field(None, gt=0)
+    """Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16, more where
+    log-probs are so large that neighbouring numbers of the dtype lie further apart."""
+    warn_logprob_gap: float | None = Field(None, gt=0)
+    """Mean log-prob difference between sampler and trainer on a step's sampled tokens above which the run warns;
+    unset: 1e-4 in fp32, 0.03 in bf16, more with `top_p` and `max_staleness`, none with `top_k`."""
+    max_logprob_gap: float | None = Field(None, gt=0)
+    """The same, above which the run stops before it learns from the step and keeps the batch; unset: 1e-2 in fp32,
+    0.3 in bf16, more with `top_p` and `max_staleness`, none with `top_k`."""
+    max_staleness: int = Field(0, ge=0, le=64)
+    """Steps that sampling may run ahead of learning; 0: each waits for the other. Else samples are drawn while the
+    actor learns, with weights up to so many steps old; older ones are dropped and counted."""
 
     @property
     def hosts(self) -> range:
@@ -143,25 +128,24 @@ class RewardSection(Restartable):
     `python`, `env` and `threads` hold for the role `data` too, which reads what `[data]` names. `max_restarts` and
     `min_processes` are about those on other hosts."""
 
-    terms: tuple[RewardTermTable, ...] = Field(min_length=1, description="Terms of the weighted sum.")
-    workers: int = Field(2, ge=1, le=256, description="Isolated processes that run the terms, on each node.")
-    timeout_s: float = Field(10.0, gt=0, description="Seconds one completion may take to grade.")
-    fallback: float = Field(
-        0.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Score of a completion whose grading raised, hung or crashed."
-    )
-    max_failed_share: float = Field(
-        0.9,
-        ge=0,
-        le=1,
-        description="Share of a step's completions that may fail to be graded. A step that loses more ends the run, "
-        "which keeps what it learned before; 1: none does.",
-    )
+    terms: tuple[RewardTermTable, ...] = Field(min_length=1)
+    """Terms of the weighted sum."""
+    workers: int = Field(2, ge=1, le=256)
+    """Isolated processes that run the terms, on each node."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Seconds one completion may take to grade."""
+    fallback: float = Field(0.0, ge=-MAX_SCORE, le=MAX_SCORE)
+    """Score of a completion whose grading raised, hung or crashed."""
+    max_failed_share: float = Field(0.9, ge=0, le=1)
+    """Share of a step's completions that may fail to be graded. A step that loses more ends the run, which keeps
+    what it learned before; 1: none does."""
 
 
 class Spec(Table):
     """The whole run spec."""
 
-    schema_: Literal[1] = Field(alias="schema", description="Version of this format; always 1.")
+    schema_: Literal[1] = Field(alias="schema")
+    """Version of this format; always 1."""
     run: RunSection
     model: ModelSection
     data: DataSection

@@ -1,10 +1,19 @@
-"""Base of every table of the run spec: frozen, without room for a mistyped key or for a value that nothing can use."""
+"""Base of every table of the run spec: frozen, without room for a mistyped key or for a value that nothing can use.
+
+Below each key of a table stands what it means, as a docstring, which `meaning_of` reads.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
@@ -71,6 +80,30 @@ class Table(BaseModel):
     )  # deferred: a rank reads few of the tables, and most of its start was to prepare for all
 
     _plain = field_validator("*")(plain)
+
+    made_of: ClassVar[tuple[type[Table], ...]] = ()
+    """Other tables whose keys it has."""
+
+
+def meaning_of(table: type[Table], name: str) -> str:
+    """Return what is written below the field `name` of a table; "" where nothing is."""
+    sources = [base for made in (table, *table.made_of) for base in made.__mro__ if issubclass(base, Table)]
+    written = next((found[name] for source in sources if name in (found := _docstrings(source))), "")
+    return written or table.model_fields[name].description or ""
+
+
+@cache
+def _docstrings(table: type[Table]) -> Mapping[str, str]:
+    """Return field → the docstring that follows it in the class's own body."""
+    try:
+        body: list[Any] = ast.parse(dedent(inspect.getsource(table))).body[0].body  # type: ignore[attr-defined]
+    except OSError:  # made by `create_model`
+        return {}
+    found: dict[str, str] = {}
+    for field, below in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return found
 
 
 def no_effect(key: str, why: str) -> Problem:

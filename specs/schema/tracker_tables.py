@@ -15,9 +15,8 @@ class Tracker(Table):
     package: ClassVar[str]  # what the interpreter of `rlctl train` must be able to import
 
     kind: str
-    samples_every: int = Field(
-        10, ge=0, description="Steps between tables of decoded samples, those of `samples.jsonl`; 0: none are sent."
-    )
+    samples_every: int = Field(10, ge=0)
+    """Steps between tables of decoded samples, those of `samples.jsonl`; 0: none are sent."""
 
     @property
     def place(self) -> dict[str, str]:
@@ -39,8 +38,10 @@ class WandB(Tracker):
     package = "wandb"
 
     kind: Literal["wandb"]
-    project: NonEmpty = Field(description="Project that the run appears in.")
-    entity: str = Field("", description="User or team that the project is of; empty: the account's default.")
+    project: NonEmpty
+    """Project that the run appears in."""
+    entity: str = ""
+    """User or team that the project is of; empty: the account's default."""
 
 
 class Trackio(Tracker):
@@ -49,10 +50,10 @@ class Trackio(Tracker):
     package = "trackio"
 
     kind: Literal["trackio"]
-    project: NonEmpty = Field(description="Project that the run appears in.")
-    space_id: str = Field(
-        "", description="Space to log to, `owner/name`; empty: `TRACKIO_SPACE_ID`, else this machine."
-    )
+    project: NonEmpty
+    """Project that the run appears in."""
+    space_id: str = ""
+    """Space to log to, `owner/name`; empty: `TRACKIO_SPACE_ID`, else this machine."""
 
 
 class MLflow(Tracker):
@@ -61,8 +62,10 @@ class MLflow(Tracker):
     package = "mlflow"
 
     kind: Literal["mlflow"]
-    experiment: NonEmpty = Field(description="Experiment that the run appears in; made where it is not there.")
-    tracking_uri: str = Field("", description="Server or folder; empty: `MLFLOW_TRACKING_URI`, else MLflow's default.")
+    experiment: NonEmpty
+    """Experiment that the run appears in; made where it is not there."""
+    tracking_uri: str = ""
+    """Server or folder; empty: `MLFLOW_TRACKING_URI`, else MLflow's default."""
 
 
 TrackerTable = Annotated[TensorBoard | WandB | Trackio | MLflow, Field(discriminator="kind")]

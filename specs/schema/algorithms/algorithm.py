@@ -204,20 +204,16 @@ class Correction(Table):
     """Weights against the gap between the policy that sampled and the one that learns. The band bounds the ratio
     trainer / sampler, before the step's first update."""
 
-    level: Literal["token", "sequence", "geometric"] = Field(
-        "token",
-        description="Whose ratio: a token's own; that of all loss tokens of a sample together (their product); or its "
-        "geometric mean.",
-    )
-    mode: Literal["mask", "clip", "truncate"] = Field(
-        "truncate",
-        description="Outside the band the weight is 0 (`mask`), or the nearer bound (`clip`, and `truncate` with the "
-        "upper alone); inside it is the ratio.",
-    )
-    low: float | None = Field(
-        None, gt=0, le=1, description="Lower end of the band; unset: 0.5, and 0.99 for `geometric`."
-    )
-    high: float | None = Field(None, ge=1, description="Upper end of the band; unset: 2.0, and 1.01 for `geometric`.")
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose ratio: a token's own; that of all loss tokens of a sample together (their product); or its geometric
+    mean."""
+    mode: Literal["mask", "clip", "truncate"] = "truncate"
+    """Outside the band the weight is 0 (`mask`), or the nearer bound (`clip`, and `truncate` with the upper alone);
+    inside it is the ratio."""
+    low: float | None = Field(None, gt=0, le=1)
+    """Lower end of the band; unset: 0.5, and 0.99 for `geometric`."""
+    high: float | None = Field(None, ge=1)
+    """Upper end of the band; unset: 2.0, and 1.01 for `geometric`."""
 
     @property
     def band(self) -> tuple[float, float]:
@@ -232,65 +228,45 @@ class Algorithm(Table):
     loss_table: ClassVar[type[Loss]]
 
     kind: str
-    group_size: int = Field(ge=1, description="Completions of each prompt.")
-    mini_batches_per_step: int = Field(
-        1, ge=1, description="Optimizer steps that one pass over the step's samples makes."
-    )
-    epochs_per_step: int = Field(1, ge=1, description="Passes over the step's samples.")
+    group_size: int = Field(ge=1)
+    """Completions of each prompt."""
+    mini_batches_per_step: int = Field(1, ge=1)
+    """Optimizer steps that one pass over the step's samples makes."""
+    epochs_per_step: int = Field(1, ge=1)
+    """Passes over the step's samples."""
     loss_aggregation: LossAggregation = "token-mean"
     entropy_coef: EntropyCoef = 0.0
-    kl_coef: float = Field(0.0, ge=0, description="β, weight of KL(actor ‖ ref). 0: no reference is loaded.")
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss",
-        description="Where the KL stands: a term of the `loss`, or taken off the `reward` at each loss token, before "
-        "advantages are computed.",
-    )
-    kl_estimator: KlEstimator = Field(
-        "k3",
-        description="Estimator of the KL at a token (Schulman 2020). `k1` is for the reward alone: as a loss its "
-        "gradient is zero in expectation. `…-straight-through`, for the loss alone, has the value of its estimator and "
-        "the gradient of k2.",
-    )
-    kl_target: float | None = Field(
-        None,
-        gt=0,
-        description="Mean KL per loss token that β is steered to, from `kl_coef` on (Ziegler et al. 2019); unset: β "
-        "stays.",
-    )
-    kl_horizon: int = Field(
-        10_000, gt=0, description="Rollouts in which β changes by at most 20 %: a larger number steers more slowly."
-    )
-    dynamic_sampling: bool = Field(
-        False,
-        description="Throw away groups whose scores are all equal, and draw prompts in their place (DAPO, Yu et al. "
-        "2025).",
-    )
-    max_refills: int = Field(
-        4, ge=0, description="How often a step draws prompts in the place of groups that were thrown away; 0: never."
-    )
-    mask_truncated: bool = Field(
-        False,
-        description="Leave completions that were cut off at `data.max_response_tokens` out of the loss; their scores "
-        "still count in their groups (overlong filtering, DAPO, Yu et al. 2025, §3.4).",
-    )
-    anchor: Literal["auto", "trainer", "sampler"] = Field(
-        "auto",
-        description="Whose log-probs the loss's ratio divides by: the `trainer`'s before the step's first update, or "
-        "the `sampler`'s. `auto`: the sampler's with `rollout.max_staleness` and no `correction`, else the trainer's.",
-    )
-    correction: Correction | None = Field(
-        None, description="Off-policy correction: what the policy loss of a token is multiplied with."
-    )
-    advantage_function: FunctionPath | None = Field(
-        None,
-        description="A function of your own in the place of the kind's advantage, `file.py:name`, relative to the spec "
-        "file: `advantage(score_R, group_R, tokens_R)` returns one number for each rollout.",
-    )
-    loss_function: FunctionPath | None = Field(
-        None,
-        description="A function of your own in the place of the kind's token loss, `file.py:name`, relative to the "
-        "spec file: `loss(logprob, anchor_logprob, advantage)` returns one number with gradient for each token.",
-    )
+    kl_coef: float = Field(0.0, ge=0)
+    """β, weight of KL(actor ‖ ref). 0: no reference is loaded."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL stands: a term of the `loss`, or taken off the `reward` at each loss token, before advantages
+    are computed."""
+    kl_estimator: KlEstimator = "k3"
+    """Estimator of the KL at a token (Schulman 2020). `k1` is for the reward alone: as a loss its gradient is zero
+    in expectation. `…-straight-through`, for the loss alone, has the value of its estimator and the gradient of
+    k2."""
+    kl_target: float | None = Field(None, gt=0)
+    """Mean KL per loss token that β is steered to, from `kl_coef` on (Ziegler et al. 2019); unset: β stays."""
+    kl_horizon: int = Field(10000, gt=0)
+    """Rollouts in which β changes by at most 20 %: a larger number steers more slowly."""
+    dynamic_sampling: bool = False
+    """Throw away groups whose scores are all equal, and draw prompts in their place (DAPO, Yu et al. 2025)."""
+    max_refills: int = Field(4, ge=0)
+    """How often a step draws prompts in the place of groups that were thrown away; 0: never."""
+    mask_truncated: bool = False
+    """Leave completions that were cut off at `data.max_response_tokens` out of the loss; their scores still count
+    in their groups (overlong filtering, DAPO, Yu et al. 2025, §3.4)."""
+    anchor: Literal["auto", "trainer", "sampler"] = "auto"
+    """Whose log-probs the loss's ratio divides by: the `trainer`'s before the step's first update, or the
+    `sampler`'s. `auto`: the sampler's with `rollout.max_staleness` and no `correction`, else the trainer's."""
+    correction: Correction | None = None
+    """Off-policy correction: what the policy loss of a token is multiplied with."""
+    advantage_function: FunctionPath | None = None
+    """A function of your own in the place of the kind's advantage, `file.py:name`, relative to the spec file:
+    `advantage(score_R, group_R, tokens_R)` returns one number for each rollout."""
+    loss_function: FunctionPath | None = None
+    """A function of your own in the place of the kind's token loss, `file.py:name`, relative to the spec file:
+    `loss(logprob, anchor_logprob, advantage)` returns one number with gradient for each token."""
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -383,5 +359,5 @@ def preset(
     made = create_model(
         kind, __base__=base, __doc__=about, __module__=__name__, **{**keys, "kind": (Literal[kind], ...)}
     )
-    made.advantage_table, made.loss_table = advantage, loss
+    made.advantage_table, made.loss_table, made.made_of = advantage, loss, (advantage, loss)
     return made

@@ -49,11 +49,9 @@ class GroupRelative(GroupAdvantage):
     """Score minus the mean of its group (Shao et al. 2024)."""
 
     kind: Literal["group_relative"] = "group_relative"
-    scale: Literal["std", "none", "batch"] = Field(
-        "std",
-        description="Divide advantages by the standard deviation of the group's scores (`std`), of the whole step's "
-        "(`batch`: Lite PPO, Zihe Liu et al. 2025), or not (`none`: Dr.GRPO, Zichen Liu et al. 2025).",
-    )
+    scale: Literal["std", "none", "batch"] = "std"
+    """Divide advantages by the standard deviation of the group's scores (`std`), of the whole step's (`batch`: Lite
+    PPO, Zihe Liu et al. 2025), or not (`none`: Dr.GRPO, Zichen Liu et al. 2025)."""
 
 
 class LeaveOneOut(GroupAdvantage):
@@ -96,27 +94,15 @@ class Gae(Advantage):
 
     kind: Literal["gae"] = "gae"
     discount: Discount = 1.0
-    gae_lambda: float = Field(
-        0.95,
-        ge=0,
-        le=1,
-        description="λ of the policy's advantages: 0 trusts the critic's next value alone, 1 the rewards alone.",
-    )
-    gae_lambda_value: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="λ of the returns that the critic learns; unset: `gae_lambda`. 1.0 is VAPO's.",
-    )
-    gae_length_alpha: float | None = Field(
-        None,
-        gt=0,
-        description="α of a policy λ that grows with the completion, 1 - 1/(α·tokens), at least 0 (VAPO, Yue et al. "
-        "2025: 0.05); unset: `gae_lambda` for every length.",
-    )
-    whiten: bool = Field(
-        True, description="Shift and scale advantages to mean 0 and standard deviation 1 over the step's loss tokens."
-    )
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """λ of the policy's advantages: 0 trusts the critic's next value alone, 1 the rewards alone."""
+    gae_lambda_value: float | None = Field(None, ge=0, le=1)
+    """λ of the returns that the critic learns; unset: `gae_lambda`. 1.0 is VAPO's."""
+    gae_length_alpha: float | None = Field(None, gt=0)
+    """α of a policy λ that grows with the completion, 1 - 1/(α·tokens), at least 0 (VAPO, Yue et al. 2025: 0.05);
+    unset: `gae_lambda` for every length."""
+    whiten: bool = True
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the step's loss tokens."""
 
     @property
     def lambda_value(self) -> float:
@@ -142,15 +128,11 @@ class Teacher(Advantage):
     token (on-policy distillation: Agarwal et al. 2024; Gu et al. 2024; Lu et al. 2025). It needs no group."""
 
     kind: Literal["teacher"] = "teacher"
-    reward_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the reward beside the teacher: of a completion's score less the mean over the step's "
-        "loss tokens. 0: rewards are graded and shown, and nothing is learned from them.",
-    )
-    whiten: bool = Field(
-        False, description="Mean 0 and standard deviation 1 over the step's loss tokens; else in nats, as they are."
-    )
+    reward_coef: float = Field(0.0, ge=0)
+    """Weight of the reward beside the teacher: of a completion's score less the mean over the step's loss tokens.
+    0: rewards are graded and shown, and nothing is learned from them."""
+    whiten: bool = False
+    """Mean 0 and standard deviation 1 over the step's loss tokens; else in nats, as they are."""
 
     needs_teacher: ClassVar[bool] = True
     columns: ClassVar[tuple[str, ...]] = ("old_logprob_T", "ref_logprob_T")
@@ -173,11 +155,12 @@ class PpoClip(ClippedLoss):
     """Clipped surrogate at each token (Schulman et al. 2017), with DAPO's two bounds and the dual clip."""
 
     kind: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Probability ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="Bound on the loss where the advantage is negative (3.0 is usual); unset: none."
-    )
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """Probability ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the loss where the advantage is negative (3.0 is usual); unset: none."""
 
     ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
 
@@ -186,8 +169,10 @@ class GspoLoss(ClippedLoss):
     """Clipped surrogate of whole sequences, whose ratio is the geometric mean of their tokens' (Zheng et al. 2025)."""
 
     kind: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, gt=0, lt=1, description="A sequence's ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(4e-4, gt=0, description="A sequence's ratio is clipped above at 1 + clip_high.")
+    clip_low: float = Field(0.0003, gt=0, lt=1)
+    """A sequence's ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(0.0004, gt=0)
+    """A sequence's ratio is clipped above at 1 + clip_high."""
     loss_aggregation: LossAggregation = "seq-mean-token-mean"
 
     sequence_columns: ClassVar[tuple[str, ...]] = ("log_ratio_B",)
@@ -198,16 +183,20 @@ class CispoLoss(ClippedLoss):
     Chen et al. 2025)."""
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: float = Field(1.0, gt=0, le=1, description="A ratio counts as at least 1 - clip_low; 1: no bound.")
-    clip_high: float = Field(4.0, gt=0, description="A token's weight is at most 1 + clip_high.")
+    clip_low: float = Field(1.0, gt=0, le=1)
+    """A ratio counts as at least 1 - clip_low; 1: no bound."""
+    clip_high: float = Field(4.0, gt=0)
+    """A token's weight is at most 1 + clip_high."""
 
 
 class SapoLoss(RatioLoss):
     """A sigmoid of the ratio in the place of the clip: gradients fade instead of ending (Gao et al. 2025)."""
 
     kind: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(1.0, gt=0, description="How sharply the gate closes where the advantage is positive.")
-    tau_negative: float = Field(1.05, gt=0, description="The same where it is negative.")
+    tau_positive: float = Field(1.0, gt=0)
+    """How sharply the gate closes where the advantage is positive."""
+    tau_negative: float = Field(1.05, gt=0)
+    """The same where it is negative."""
     loss_aggregation: LossAggregation = "seq-mean-token-mean"
 
     ratio_keys: ClassVar[tuple[str, ...]] = ("tau_positive", "tau_negative")
@@ -218,8 +207,10 @@ class GmpoLoss(ClippedLoss):
     that the advantage pushes to (Zhao et al. 2025)."""
 
     kind: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(0.4, gt=0, description="A token's log-ratio is clipped below at -clip_low.")
-    clip_high: float = Field(0.4, gt=0, description="A token's log-ratio is clipped above at clip_high.")
+    clip_low: float = Field(0.4, gt=0)
+    """A token's log-ratio is clipped below at -clip_low."""
+    clip_high: float = Field(0.4, gt=0)
+    """A token's log-ratio is clipped above at clip_high."""
     loss_aggregation: LossAggregation = "seq-mean-token-mean"
 
     sequence_columns: ClassVar[tuple[str, ...]] = ("log_ratio_up_B", "log_ratio_down_B")
@@ -231,13 +222,16 @@ class ClipCovLoss(ClippedLoss):
     by default are those of the authors' runs)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
-    covariance_share: float = Field(
-        2e-4, gt=0, lt=1, description="Share of a mini-batch's loss tokens that is left out, at least one token."
-    )
-    covariance_low: float = Field(1.0, description="Only tokens with at least this covariance may be left out.")
-    covariance_high: float = Field(5.0, description="Only tokens with at most this covariance may be left out.")
-    clip_low: float = Field(1.0, gt=0, le=1, description="A ratio counts as at least 1 - clip_low; 1: no bound.")
-    clip_high: float = Field(1.0, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
+    covariance_share: float = Field(0.0002, gt=0, lt=1)
+    """Share of a mini-batch's loss tokens that is left out, at least one token."""
+    covariance_low: float = 1.0
+    """Only tokens with at least this covariance may be left out."""
+    covariance_high: float = 5.0
+    """Only tokens with at most this covariance may be left out."""
+    clip_low: float = Field(1.0, gt=0, le=1)
+    """A ratio counts as at least 1 - clip_low; 1: no bound."""
+    clip_high: float = Field(1.0, gt=0)
+    """Probability ratio is clipped above at 1 + clip_high."""
 
     selects_covariant: ClassVar[bool] = True
 
@@ -247,10 +241,10 @@ class KlCovLoss(ClippedLoss):
     (KL-Cov, Cui et al. 2025, eq. 13 and 14)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-    covariance_share: float = Field(
-        2e-3, gt=0, lt=1, description="Share of a mini-batch's loss tokens that has the KL, at least one token."
-    )
-    covariance_kl_coef: float = Field(1.0, gt=0, description="Weight of |log ρ| at these tokens.")
+    covariance_share: float = Field(0.002, gt=0, lt=1)
+    """Share of a mini-batch's loss tokens that has the KL, at least one token."""
+    covariance_kl_coef: float = Field(1.0, gt=0)
+    """Weight of |log ρ| at these tokens."""
 
     selects_covariant: ClassVar[bool] = True
     ratio_keys: ClassVar[tuple[str, ...]] = ("covariance_share", "covariance_kl_coef")
@@ -283,10 +277,10 @@ class ActorCritic(Algorithm):
     """An algorithm whose advantage comes from a critic, which learns beside the actor."""
 
     value_clip: ValueClip = None
-    value_loss_aggregation: LossAggregation = Field(
-        "token-mean", description="How the critic's token losses become one number, over the whole mini-batch."
-    )
-    critic_warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")
+    value_loss_aggregation: LossAggregation = "token-mean"
+    """How the critic's token losses become one number, over the whole mini-batch."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """First steps in which the critic alone learns."""
 
     @property
     def value_loss(self) -> ValueLoss:

@@ -24,25 +24,17 @@ class Fsdp2Table(OwnModules):
     """PyTorch's FSDP2: each group of `shard` ranks holds the model once, cut in rows; groups are replicas."""
 
     kind: Literal["fsdp2"] = "fsdp2"
-    shard: int | None = Field(
-        None, gt=0, description="Ranks that hold the model together; unset: all processes of the role."
-    )
-    replicate: int = Field(
-        1, gt=0, description="Groups that each hold the whole model; shard × replicate is the role's processes."
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="Let go of a layer's gathered parameters after its forward pass and gather them again for the "
-        "backward pass; false is quicker and holds the whole model in compute precision.",
-    )
-    offload: Literal["none", "cpu"] = Field(
-        "none",
-        description="`cpu`: parameters, gradients and optimizer live in host memory and visit the GPU layer by layer.",
-    )
-    sync_every_micro_batch: bool = Field(
-        False,
-        description="Reduce gradients after every micro-batch: less memory (no whole gradient is kept), more traffic.",
-    )
+    shard: int | None = Field(None, gt=0)
+    """Ranks that hold the model together; unset: all processes of the role."""
+    replicate: int = Field(1, gt=0)
+    """Groups that each hold the whole model; shard × replicate is the role's processes."""
+    reshard_after_forward: bool = True
+    """Let go of a layer's gathered parameters after its forward pass and gather them again for the backward pass;
+    false is quicker and holds the whole model in compute precision."""
+    offload: Literal["none", "cpu"] = "none"
+    """`cpu`: parameters, gradients and optimizer live in host memory and visit the GPU layer by layer."""
+    sync_every_micro_batch: bool = False
+    """Reduce gradients after every micro-batch: less memory (no whole gradient is kept), more traffic."""
 
     engine_class: ClassVar[str | None] = "backends.fsdp2.engine:Fsdp2TrainEngine"
 

@@ -33,31 +33,25 @@ class MegatronTable(TrainedHere):
     """Megatron-core: layers are cut across tensor ranks and shared out to pipeline stages; groups are replicas."""
 
     kind: Literal["megatron"] = "megatron"
-    tensor_parallel: int = Field(1, gt=0, description="Ranks that each layer is cut across.")
-    pipeline_parallel: int = Field(1, gt=0, description="Stages that the layers are shared out to, as many to each.")
-    context_parallel: int = Field(
-        1,
-        gt=0,
-        description="Ranks that each row is cut across: attention exchanges rows for heads (Ulysses, Jacobs et al. "
-        "2023). A rank computes so many times fewer tokens of a row of `micro_batch_tokens`.",
-    )
-    virtual_pipeline: int = Field(
-        1, gt=0, description="Groups of layers on each stage, which ranks compute in turn: the pipeline waits less."
-    )
-    tensor_sequence_parallel: bool = Field(
-        False,
-        description="Cut activations between the cut layers along the row, across the tensor ranks. (Megatron calls it "
-        "sequence parallelism; `sequence_parallel` of the role is another thing.)",
-    )
-    expert_parallel: int = Field(1, gt=0, description="Ranks that the experts of a layer are shared out to.")
-    expert_tensor_parallel: int | None = Field(
-        None, gt=0, description="Ranks that each expert is cut across; default: `tensor_parallel`."
-    )
-    megatron: dict[str, Any] = Field(
-        {},
-        description="More options of Megatron-core's configurations, by their own names, which check them (`rlctl "
-        "train --dry-run` shows all). What the spec or the model decides is refused.",
-    )
+    tensor_parallel: int = Field(1, gt=0)
+    """Ranks that each layer is cut across."""
+    pipeline_parallel: int = Field(1, gt=0)
+    """Stages that the layers are shared out to, as many to each."""
+    context_parallel: int = Field(1, gt=0)
+    """Ranks that each row is cut across: attention exchanges rows for heads (Ulysses, Jacobs et al. 2023). A rank
+    computes so many times fewer tokens of a row of `micro_batch_tokens`."""
+    virtual_pipeline: int = Field(1, gt=0)
+    """Groups of layers on each stage, which ranks compute in turn: the pipeline waits less."""
+    tensor_sequence_parallel: bool = False
+    """Cut activations between the cut layers along the row, across the tensor ranks. (Megatron calls it sequence
+    parallelism; `sequence_parallel` of the role is another thing.)"""
+    expert_parallel: int = Field(1, gt=0)
+    """Ranks that the experts of a layer are shared out to."""
+    expert_tensor_parallel: int | None = Field(None, gt=0)
+    """Ranks that each expert is cut across; default: `tensor_parallel`."""
+    megatron: dict[str, Any] = Field({})
+    """More options of Megatron-core's configurations, by their own names, which check them (`rlctl train --dry-run`
+    shows all). What the spec or the model decides is refused."""
 
     engine_class: ClassVar[str | None] = "backends.megatron.engine:MegatronTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")

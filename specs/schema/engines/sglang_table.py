@@ -23,30 +23,23 @@ class SglangTable(RolloutTable):
     """An SGLang server per replica, as a child of the role's process, spoken to over HTTP. Needs GPUs."""
 
     kind: Literal["sglang"] = "sglang"
-    tensor_parallel: int = Field(1, gt=0, description="GPUs that hold the model together.")
-    memory_fraction: float = Field(
-        0.5,
-        gt=0,
-        lt=1,
-        description="Share of the GPU's memory for weights and KV cache together. A GPU of its own can give 0.85; "
-        "shared with a trainer, what the trainer leaves during a sync.",
-    )
-    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time.")
-    prefix_caching: bool = Field(True, description="Compute equal prompts once for all of their completions.")
-    deterministic: bool = Field(
-        True,
-        description="SGLang's deterministic inference: a sample depends on `run.seed` and its number alone. Without it "
-        "sampling is faster, and SGLang takes no seed of a sample.",
-    )
-    weights_backup: bool = Field(
-        False,
-        description="Let the weights survive a sleep in host memory. A run does without: a sync follows every sleep.",
-    )
-    weights_dir: PathText = Field(
-        "",
-        description="Folder that a sync passes the weights through, whole, as safetensors; the server must see it, and "
-        "it is emptied after each sync. Empty: memory of this host.",
-    )
+    tensor_parallel: int = Field(1, gt=0)
+    """GPUs that hold the model together."""
+    memory_fraction: float = Field(0.5, gt=0, lt=1)
+    """Share of the GPU's memory for weights and KV cache together. A GPU of its own can give 0.85; shared with a
+    trainer, what the trainer leaves during a sync."""
+    max_sequences: int = Field(256, gt=0)
+    """Sequences decoded at the same time."""
+    prefix_caching: bool = True
+    """Compute equal prompts once for all of their completions."""
+    deterministic: bool = True
+    """SGLang's deterministic inference: a sample depends on `run.seed` and its number alone. Without it sampling is
+    faster, and SGLang takes no seed of a sample."""
+    weights_backup: bool = False
+    """Let the weights survive a sleep in host memory. A run does without: a sync follows every sleep."""
+    weights_dir: PathText = ""
+    """Folder that a sync passes the weights through, whole, as safetensors; the server must see it, and it is
+    emptied after each sync. Empty: memory of this host."""
 
     engine_class: ClassVar[str | None] = "backends.sglang_rollout.engine:SglangRolloutEngine"
     packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "packaging", "sglang")

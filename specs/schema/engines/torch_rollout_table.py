@@ -19,8 +19,10 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     """The embedded sampler: continuous batching over a preallocated KV cache, on CPU or GPU."""
 
     kind: Literal["torch"] = "torch"
-    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time (slots of the KV cache).")
-    prefill_tokens: int = Field(8192, gt=0, description="Most prompt tokens that go through the model at once.")
+    max_sequences: int = Field(256, gt=0)
+    """Sequences decoded at the same time (slots of the KV cache)."""
+    prefill_tokens: int = Field(8192, gt=0)
+    """Most prompt tokens that go through the model at once."""
 
     engine_class: ClassVar[str | None] = "backends.torch_rollout.engine:TorchRolloutEngine"
     parallel_on_cpu: ClassVar[bool | None] = False

@@ -28,12 +28,9 @@ class BuiltHere(EngineTable):
 class TrainedHere(BuiltHere, TrainTable):
     """A train engine on top of `backends/train/engine.py`, which computes, saves and exports."""
 
-    logits_chunk_tokens: int | None = Field(
-        None,
-        gt=0,
-        description="Response tokens whose logits exist at the same time. Unset: as many as make 64 MiB of logits on "
-        "the CPU, 256 MiB on a GPU, and 4096 at most.",
-    )
+    logits_chunk_tokens: int | None = Field(None, gt=0)
+    """Response tokens whose logits exist at the same time. Unset: as many as make 64 MiB of logits on the CPU, 256
+    MiB on a GPU, and 4096 at most."""
 
     checkpoint_format: ClassVar[str | None] = "tensor shards"  # backends/train/tensor_shards.py
     checkpoint_bytes: ClassVar[int | None] = 12  # the fp32 weight and both moments
@@ -66,9 +63,7 @@ class TrainedHere(BuiltHere, TrainTable):
 class OwnModules(TrainedHere):
     """A train engine that runs transformers' own modules."""
 
-    kernels: Asked = Field(
-        "torch",
-        description="What computes norms and gated MLPs. `torch`: the model's own modules. `liger`: "
-        "Triton kernels of the package liger-kernel, on a GPU, or the spec is refused. `auto`: those where they can be "
-        "had, else the model's own; `check-config` and `as_built.json` say which.",
-    )
+    kernels: Asked = "torch"
+    """What computes norms and gated MLPs. `torch`: the model's own modules. `liger`: Triton kernels of the package
+    liger-kernel, on a GPU, or the spec is refused. `auto`: those where they can be had, else the model's own;
+    `check-config` and `as_built.json` say which."""

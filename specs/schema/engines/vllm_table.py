@@ -44,35 +44,23 @@ class VllmTable(RolloutTable):
     """vLLM in the role's own process: for models and batches where its kernels pay, usually on GPUs."""
 
     kind: Literal["vllm"] = "vllm"
-    tensor_parallel: int = Field(
-        1,
-        gt=0,
-        description="Workers of vLLM that hold the model together, a part each: a GPU each, on the CPU a process each.",
-    )
-    gpu_memory_utilization: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of the GPU's memory that vLLM takes for weights, activations and KV cache. A GPU of its own "
-        "can give 0.9; shared with a trainer, what the trainer leaves during a sync.",
-    )
-    kv_cache_GiB: float | None = Field(
-        None,
-        gt=0,
-        description="Size of the KV cache; unset: 1 on the CPU, on a GPU what `gpu_memory_utilization` leaves.",
-    )
-    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time.")
-    prefix_caching: bool = Field(True, description="Compute equal prompts once for all of their completions.")
-    lora: Literal["merged", "adapters"] = Field(
-        "merged",
-        description="What a sync sends of an actor that trains adapters: the whole model with them `merged` in, "
-        "or the model once and then the `adapters` alone, which vLLM applies itself.",
-    )
-    enforce_eager: bool | None = Field(
-        None,
-        description="Run the model without compiling it and without CUDA graphs; unset: only on the CPU, where "
-        "compiling takes longer than it saves.",
-    )
+    tensor_parallel: int = Field(1, gt=0)
+    """Workers of vLLM that hold the model together, a part each: a GPU each, on the CPU a process each."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    """Share of the GPU's memory that vLLM takes for weights, activations and KV cache. A GPU of its own can give
+    0.9; shared with a trainer, what the trainer leaves during a sync."""
+    kv_cache_GiB: float | None = Field(None, gt=0)
+    """Size of the KV cache; unset: 1 on the CPU, on a GPU what `gpu_memory_utilization` leaves."""
+    max_sequences: int = Field(256, gt=0)
+    """Sequences decoded at the same time."""
+    prefix_caching: bool = True
+    """Compute equal prompts once for all of their completions."""
+    lora: Literal["merged", "adapters"] = "merged"
+    """What a sync sends of an actor that trains adapters: the whole model with them `merged` in, or the model once
+    and then the `adapters` alone, which vLLM applies itself."""
+    enforce_eager: bool | None = None
+    """Run the model without compiling it and without CUDA graphs; unset: only on the CPU, where compiling takes
+    longer than it saves."""
 
     engine_class: ClassVar[str | None] = "backends.vllm_rollout.engine:VllmRolloutEngine"
     packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "vllm")

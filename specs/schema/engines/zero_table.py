@@ -26,14 +26,15 @@ class ZeroTable(OwnModules):
     """DeepSpeed ZeRO: optimizer state (1), gradients too (2), parameters too (3) are cut across the ranks."""
 
     kind: Literal["zero", "zero3"] = "zero"
-    stage: Literal[1, 2, 3] = Field(3, description="What is cut across ranks. `zero3` is `zero` with stage 3.")
-    offload_optimizer: bool = Field(False, description="Keep optimizer state in host memory and step there.")
-    offload_parameters: bool = Field(False, description="Keep parameters in host memory; stage 3 only.")
-    deepspeed: dict[str, Any] = Field(
-        {},
-        description="More keys for DeepSpeed's configuration, which checks them (`rlctl train --dry-run` shows all of "
-        "it). A key that the spec decides elsewhere is refused.",
-    )
+    stage: Literal[1, 2, 3] = 3
+    """What is cut across ranks. `zero3` is `zero` with stage 3."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory and step there."""
+    offload_parameters: bool = False
+    """Keep parameters in host memory; stage 3 only."""
+    deepspeed: dict[str, Any] = Field({})
+    """More keys for DeepSpeed's configuration, which checks them (`rlctl train --dry-run` shows all of it). A key
+    that the spec decides elsewhere is refused."""
 
     engine_class: ClassVar[str | None] = "backends.zero.engine:ZeroTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "deepspeed")

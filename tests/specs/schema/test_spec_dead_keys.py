@@ -27,7 +27,7 @@ from specs.rules.transport_rules import choose_transport
 from specs.schema.algorithms.algorithm import Algorithm
 from specs.schema.rank_groups import shard_groups
 from specs.schema.spec import Spec
-from specs.schema.table import Table
+from specs.schema.table import Table, meaning_of
 
 DERIVED = ("roles", "evaluations", "samples_per_step", "optimizer_steps", "max_sequence_tokens")
 
@@ -250,8 +250,9 @@ def described_once() -> dict[tuple[str, str], type[Table]]:
     found: dict[Any, tuple[str, type[Table]]] = {}
     for key, table in sorted(walk(), key=lambda found: not found[0].startswith("actor.")):
         if key == "reward.terms" or not is_section(key, table):
-            about = _field(key, table).description
-            found.setdefault((key.rpartition(".")[2], about or table), (key, table))
+            name = key.rpartition(".")[2]
+            means = meaning_of(table, name) if name in table.model_fields else ""
+            found.setdefault((name, means or table), (key, table))
     return {(key, table.__name__): table for key, table in found.values()}
 
 
