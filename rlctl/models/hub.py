@@ -21,7 +21,8 @@ _READ = (".json", ".jinja", ".txt", ".model", ".py")  # ends of the files that a
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model on the hub. `folder` holds its small files until this process ends; `files` names all that it has."""
+    """A model of the hub. `folder` holds its small files, at least until this process ends; `files` names all that it
+    has."""
 
     folder: Path
     files: frozenset[str]
@@ -56,6 +57,17 @@ def hub_snapshot(hub_id: str, kind: Literal["models", "datasets"] = "models") ->
         return Path(snapshot_download(hub_id, repo_type=kind.removesuffix("s"), local_files_only=True))
     except (OSError, ValueError):
         return None
+
+
+def hub_model(hub_id: str) -> HubModel | Unavailable:
+    """Return a model of the local cache, else what `look_up` finds on the hub."""
+    snapshot = hub_snapshot(hub_id)
+    if snapshot is not None and (snapshot / "config.json").is_file():
+        return HubModel(snapshot, frozenset(file.name for file in snapshot.iterdir()))
+    if offline():
+        why = "no such folder, and not in the Hugging Face cache while HF_HUB_OFFLINE is set"
+        return Unavailable(why, "check the name", refused=True)
+    return look_up(hub_id)
 
 
 @cache

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.hub import HubModel, hub_snapshot, look_up, offline
+from rlctl.models.hub import HubModel, hub_model
 from rlctl.models.paths import builtin_models, not_found, resolve_model
 from rlctl.models.tokenizer_files import tokenizer_problems
 from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT, no_weights, weight_problems
@@ -50,13 +50,8 @@ class ModelCheck:
     # ── where it is ───────────────────────────────────────────────────────────────────────────────
 
     def _check_hub(self, hub_id: str) -> None:
-        snapshot = hub_snapshot(hub_id)
-        if snapshot is not None and (snapshot / "config.json").is_file():
-            self._check_files(snapshot, {file.name for file in snapshot.iterdir()})
-        elif offline():
-            message = "no such folder, and not in the Hugging Face cache while HF_HUB_OFFLINE is set"
-            self._wrong(message, "check the name")
-        elif isinstance(found := look_up(hub_id), HubModel):
+        found = hub_model(hub_id)
+        if isinstance(found, HubModel):
             self._check_files(found.folder, found.files)
         elif found.refused:
             self._wrong(found.why, found.hint)
@@ -72,7 +67,7 @@ class ModelCheck:
             hint = f'did you mean "builtin:{near}"?' if near else f'write "builtin:{builtin_models()[0]}"'
             self._wrong(f"no such built-in model; known: {', '.join(builtin_models())}", hint)
         elif folder.is_dir():
-            self._check_files(folder, {file.name for file in folder.iterdir()})
+            self._check_files(folder, frozenset(file.name for file in folder.iterdir()))
         elif folder.is_symlink():
             self._wrong(f"a symbolic link to {os.readlink(folder)}, which does not exist ({folder})", "repair the link")
         elif folder.exists():
@@ -84,7 +79,7 @@ class ModelCheck:
 
     # ── what is in it ─────────────────────────────────────────────────────────────────────────────
 
-    def _check_files(self, folder: Path, names: set[str] | frozenset[str]) -> None:
+    def _check_files(self, folder: Path, names: frozenset[str]) -> None:
         self.folder = folder
         if "config.json" not in names:
             hint = "check that it is a model folder"
@@ -128,7 +123,7 @@ class ModelCheck:
                 self._wrong(f"{name} in config.json must be a whole number above 0, not {show(size)}", _REPAIR)
         return len(self.problems) == before
 
-    def _check_weights(self, folder: Path, names: set[str] | frozenset[str]) -> None:
+    def _check_weights(self, folder: Path, names: frozenset[str]) -> None:
         if self.path.startswith("builtin:"):
             actor = self.key == "model.path"
             hint = "set model.from_scratch = true" if actor else "leave it out for the actor's starting weights"

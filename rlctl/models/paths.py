@@ -1,4 +1,4 @@
-"""Resolves a model's path: built-in, folder or hub id."""
+"""Resolve a model's path: built-in, folder or hub id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import specs
-from rlctl.models.hub import HubModel, hub_snapshot, look_up, offline
+from rlctl.models.hub import HubModel, hub_model
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 
@@ -58,9 +58,7 @@ def model_folder(path: str, spec_dir: Path) -> Path | None:
     where = resolve_model(path, spec_dir)
     if isinstance(where, Path):
         return where
-    if (snapshot := hub_snapshot(where)) is not None and (snapshot / "config.json").is_file():
-        return snapshot
-    found = None if offline() else look_up(where)
+    found = hub_model(where)
     return found.folder if isinstance(found, HubModel) else None
 
 

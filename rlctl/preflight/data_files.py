@@ -12,7 +12,6 @@ from pathlib import Path
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
 from rlctl.models.tokenizer_files import chat_template_of, load_tokenizer
-from rlctl.models.weight_files import LFS
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import NotHere, Problem
 from specs.load.keys import closest
@@ -25,7 +24,7 @@ from workers.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
 from workers.data.row_source import read_rows
 
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_ONE_FILE = "name one file; rows of several can be joined"
 
 
 def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
@@ -46,7 +45,8 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
 
 
 def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
-    file = spec_dir / Path(source).expanduser()
+    """Yield why a source cannot be opened. What is in a file, the reader of rows says."""
+    file, hub = spec_dir / Path(source).expanduser(), is_hub_data(source)
     if source.startswith(PREFIX):
         yield from _builtin(key, source)
     elif "://" in source:
@@ -54,26 +54,15 @@ def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
         found = re.fullmatch(pattern, source)
         hint = f'write "{found[1]}"' if found else "download it, and name the file"
         yield Problem(key, "a URL, not a file or a hub id", hint)
-    elif file.is_symlink() and not file.exists():
-        hint = "repair the link, or name the file itself"
-        yield Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist", hint)
     elif file.is_dir():
-        yield Problem(key, "a folder, not a file", "name one file; rows of several can be joined")
-    elif file.exists() and file.suffix in _COMPRESSED:
-        yield Problem(key, "compressed", "decompress it (gunzip, unzstd, …) and use the result")
-    elif file.suffix not in DATA_SUFFIXES and (file.exists() or not is_hub_data(source)):
-        hint = "write one JSON object per line into a file that ends in .jsonl"
+        yield Problem(key, "a folder, not a file", _ONE_FILE)
+    elif file.suffix not in DATA_SUFFIXES and (file.exists() or not hub):
+        hint = "write one JSON object per line into a file that ends in .jsonl, and decompress what is compressed"
         yield Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint)
-    elif is_hub_data(source):
+    elif hub:
         yield from _hub(key, source, file, spec_dir)
     elif not file.is_file():
-        yield not_found(key, f"no such file ({os.path.abspath(file)})", source, hint=_similar_file(file))
-    elif not os.access(file, os.R_OK):
-        yield Problem(key, "cannot be read: permission denied", "make it readable")
-    elif not file.stat().st_size:
-        yield Problem(key, "the file is empty", "write rows into it, or name another file")
-    elif _begins_with(file, LFS):
-        yield Problem(key, "a pointer of Git LFS, not the file itself", "fetch it: `git lfs pull` in its folder")
+        yield not_found(key, f"no such file ({os.path.abspath(file)})", source, _similar_file(file))
 
 
 def _builtin(key: str, source: str) -> Iterator[Problem]:
@@ -103,15 +92,10 @@ def _to_download(key: str, source: str) -> Iterator[Problem]:
 
 def _similar_file(file: Path) -> str:
     if "*" in file.name:
-        return "name one file; rows of several can be joined"
+        return _ONE_FILE
     there = file.parent.glob("*") if file.parent.is_dir() else ()
     near = closest(file.name, [other.name for other in there if other.suffix in DATA_SUFFIXES])
     return f"did you mean {near}?" if near else ""
-
-
-def _begins_with(file: Path, text: str) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(len(text)) == text.encode()
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────

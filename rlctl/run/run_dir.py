@@ -21,7 +21,7 @@ from rlctl.show.journal import FILE as JOURNAL
 from rlctl.show.journal import Journal, newest
 from specs.errors import Problem, RlctlError, RoleFailure, RunDirError
 from specs.json_file import read_object, write_object
-from specs.load.as_run import as_run
+from specs.load.overrides import as_run
 from specs.schema.spec import Spec
 
 START_ANEW = "train with --run-dir or another run.name to start anew"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 import tomli
@@ -14,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from specs.errors import Problem, UsageError
 from specs.load.dotted_keys import value_at
 from specs.load.keys import Path, chosen_tables, dotted, tables_at
-from specs.load.toml_file import written
+from specs.load.toml_file import dumped, written
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 from specs.schema.table import Table
@@ -138,20 +137,24 @@ def _differs(name: str, old: type[Table], new: type[Table]) -> bool:
 
 def assignments(overrides: Mapping[str, Any]) -> list[str]:
     """Return values of Python as `--set`s: `run__steps=10` is `run.steps=10`. Raises UsageError for what TOML cannot
-    say."""
-    return [f"{name.replace('__', '.')}={written(_plain(value, name))}" for name, value in overrides.items()]
+    hold."""
+    found = []
+    for name, value in overrides.items():
+        try:
+            found.append(f"{name.replace('__', '.')}={written(value)}")
+        except TypeError as error:
+            hint = "give text, a number, true or false, a list or a dict; leave a key out for its default"
+            raise UsageError(f"{name}: {error}", hint=hint) from None
+    return found
 
 
-def _plain(value: Any, name: str) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one, name) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one, name) for one in value]
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, str | bool | int | float):
-        return value
-    raise UsageError(
-        f"{name}: {type(value).__name__} is nothing that a spec can hold",
-        hint="give text, a number, true or false, a list or a dict; leave a key out for its default",
-    )
+def as_run(text: str, overrides: Sequence[str]) -> str:
+    """Return the TOML text of the spec that `text` and valid `overrides` make together, as a run directory keeps it:
+    `text` where they change nothing, else its tables without comments, below the overrides."""
+    before, wanted = tomli.loads(text), tomli.loads(text)
+    apply_overrides(before, ())
+    apply_overrides(wanted, overrides)
+    if wanted == before:
+        return text
+    listed = "".join(f"# --set {line}\n" for override in overrides for line in override.splitlines())
+    return f"{listed}\n{dumped(wanted)}"

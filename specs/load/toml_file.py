@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from datetime import date, time
+from pathlib import Path, PurePath
 from typing import Any
 
 import tomli
@@ -84,19 +85,22 @@ def dumped(tables: Mapping[str, Any]) -> str:
 
 
 def written(value: Any) -> str:
-    """Return the value as TOML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(name)} = {written(one)}" for name, one in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(written, value))}]"
-    return str(value.isoformat())  # a date or a time
+    """Return the value as TOML. Raises TypeError for what it cannot hold."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | PurePath():
+            return _quoted(str(value))
+        case int() | float():
+            return repr(value)
+        case date() | time():
+            return value.isoformat()
+        case list() | tuple():
+            return f"[{', '.join(map(written, value))}]"
+        case Mapping():
+            inner = ", ".join(f"{_key(str(name))} = {written(one)}" for name, one in value.items())
+            return f"{{ {inner} }}" if inner else "{}"
+    raise TypeError(f"{type(value).__name__} is nothing that a spec can hold")
 
 
 def _key(name: str) -> str:

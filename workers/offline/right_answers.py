@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig, RewardConfig
 from workers.data.row_source import read_rows
-from workers.grading.pool import GradeRequest, GraderPool
-from workers.grading.terms import Setting
+from workers.grading.terms import GradedSample, Setting, make_term
 
 _ROWS = 64  # whose answers are looked at
 
@@ -32,35 +30,35 @@ def answer_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) ->
         yield from _never_equal(golds, config, codec)
     for number, term in enumerate(config.reward.terms):
         if isinstance(term, MathVerify) and (without := _without_value(term, golds, config)):
-            how_many = "any" if len(without) == len(golds) else f"{len(without)}"
-            message = f"math_verify finds no value in {how_many} of the first {len(golds)} answers"
+            none = len(without) == len(golds)
+            message = (
+                f"math_verify finds no value in {'any' if none else len(without)} of the first {len(golds)} answers"
+            )
             hint = "use exact_match for answers that are words; completions of such rows are not graded"
-            refuses = len(without) == len(golds)
-            value = show(without[0])
-            yield Finding(key=f"reward.terms.{number}", message=message, hint=hint, value=value, refuses=refuses)
+            key, value = f"reward.terms.{number}", show(without[0])
+            message = f"math_verify finds no value in {how_many}"
+            yield Finding(key=key, message=message, hint=hint, value=value, refuses=none)
 
 
 def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -> Iterator[Finding]:
     """Yield why no completion of the run can be equal to an answer."""
     tokens, most = codec.encode(golds, rendered=True), config.max_response_tokens
-    count = f"the first {len(golds)} answers"
-    back = codec.decode(tokens)
+    count, back = f"the first {len(golds)} answers", codec.decode(tokens)
     if all(len(ids) > most for ids in tokens):
         message = f"no completion can be as long as any of {count}: the shortest has {min(map(len, tokens))} tokens"
-        yield Finding(key="data.max_response_tokens", message=message, hint="raise it", value=str(most))
+        yield Finding(key="data.max_response_tokens", message=message, hint="raise it")
     elif all(gold != written.strip() for gold, written in zip(golds, back, strict=True)):
         message = f"the tokenizer can write none of {count}: {show(golds[0])} becomes {show(back[0])}"
         yield Finding(key="data.train", message=message, hint="use a model whose tokenizer knows the characters")
 
 
 def _without_value(term: MathVerify, golds: Sequence[str], config: RewardConfig) -> list[str]:
-    """Return the answers that the term cannot be computed for, asked of the processes that grade in a run."""
-    requests = [GradeRequest(n, "", {config.answer_column: gold}, gold, 1) for n, gold in enumerate(golds)]
+    """Return the answers that the term cannot be computed for."""
     setting = Setting(config.answer_column, config.max_response_tokens, config.spec_dir)
-    timeout_s = config.reward.timeout_s
-    with tempfile.TemporaryDirectory(prefix="rlctl-probe-") as folder:
-        log = Path(folder, "output.log")
-        with GraderPool([term.model_dump()], setting, workers=1, timeout_s=timeout_s, log_path=log) as pool:
-            pool.wait_ready()
-            grades = pool.grade(requests)
-    return [gold for gold, grade in zip(golds, grades, strict=True) if grade.cause]
+    grade, without = make_term(term.model_dump(), setting), []
+    for gold in golds:
+        try:
+            grade(GradedSample("", "", {config.answer_column: gold}, 1))
+        except ValueError:
+            without.append(gold)
+    return without

@@ -5,8 +5,7 @@ from __future__ import annotations
 import tomli
 from running import REPO
 
-from specs.load.as_run import as_run
-from specs.load.overrides import apply_overrides
+from specs.load.overrides import apply_overrides, as_run
 
 QUICKSTART = (REPO / "specs" / "presets" / "quickstart.toml").read_text()
 
