@@ -15,10 +15,12 @@ from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
 from specs.model_facts import positions_of, tokens_of_one_rope
-from specs.schema.roles import HeadKind
+from specs.schema.roles import ACTOR, ROLES, RoleName
+from specs.schema.spec import Spec
 from specs.text import show
 
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"
+_LENGTHS = "data.max_prompt_tokens + data.max_response_tokens"
 _CAUSAL = "name a causal language model (Qwen, Llama, Gemma, …)"
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
@@ -26,23 +28,28 @@ _LAYERS = {"full_attention", "sliding_attention", "attention"}  # as backends/hf
 
 
 class ModelCheck:
-    """Problems of one model. `config`: its parsed config.json, with what `text_config` says of a language model that is
-    a part of it; `folder`: where its files can be read. Both are empty where they are not at hand."""
+    """Problems of the model that a role names. `config`: its parsed config.json, with what `text_config` says of a
+    language model that is a part of it; `folder`: where its files can be read. Both are empty where they are not at
+    hand."""
 
-    def __init__(
-        self, key: str, path: str, spec_dir: Path, *, from_scratch: bool, tokenizer: bool, head: HeadKind = "lm"
-    ) -> None:
-        self.key, self.path, self.head = key, path, head
-        self.from_scratch, self.tokenizer = from_scratch, tokenizer
+    def __init__(self, spec: Spec, role: RoleName, spec_dir: Path) -> None:
+        self.key, self.path = "model.path" if role == ACTOR else f"{role}.model", spec.model_path(role)
+        self._role, self._bigram = ROLES[role], spec.actor.engine.model_of == "bigram"
+        self._from_scratch = role == ACTOR and (spec.model.from_scratch or self._bigram)
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self.config: dict[str, Any] = {}
         self.folder: Path | None = None
-        where = resolve_model(path, spec_dir)
+        where = resolve_model(self.path, spec_dir)
         if isinstance(where, Path):
             self._check_folder(where)
         else:
             self._check_hub(where)
+        if not self._bigram:
+            self._check_length(spec.longest_tokens(role))
+            if wrong := self._kind_problem():  # what follows from its kind is not reported beside it
+                self.problems = [problem for problem in self.problems if problem.key != self.key]
+                self._wrong(*wrong)
 
     def _wrong(self, message: str, hint: str, key: str = "", value: str = "") -> None:
         self.problems.append(Problem(key or self.key, message, hint, value))
@@ -102,10 +109,10 @@ class ModelCheck:
         self.config = {**config, **text} if isinstance(text, dict) else config
         if not self._heads_fit():
             return
-        if self.tokenizer:
+        if self.key == "model.path" or not self._role.same_tokens:  # else it is compared with the actor's
             for wrong in tokenizer_problems(folder, self.config):
                 self._wrong(*wrong)
-        if not self.from_scratch:
+        if not self._from_scratch:
             self._check_weights(folder, names)
 
     def _heads_fit(self) -> bool:
@@ -133,18 +140,13 @@ class ModelCheck:
         elif not (folder / "model.safetensors").exists() and "model.safetensors" in names:
             return  # they are on the hub
         else:
-            for wrong in weight_problems(folder, self.config, self.head):
+            for wrong in weight_problems(folder, self.config, self._role.head):
                 self._wrong(*wrong)
 
     # ── what a role does with it ──────────────────────────────────────────────────────────────────
 
-    def check_kind(self, *, learns: bool) -> None:
-        """Check that rlctl can train the model, by its kind. What follows from its kind is not reported beside it."""
-        if wrong := self._kind_problem(learns=learns):
-            self.problems = [problem for problem in self.problems if problem.key != self.key]
-            self._wrong(*wrong)
-
-    def _kind_problem(self, *, learns: bool) -> tuple[str, str] | None:
+    def _kind_problem(self) -> tuple[str, str] | None:
+        """Return why rlctl cannot use a model of this kind, and a hint."""
         kind, layers = self.config.get("model_type"), self.config.get("layer_types")
         architecture = str(next(iter(self.config.get("architectures") or ()), ""))
         how = self.config.get("quantization_config") or self.config.get("compression_config")
@@ -152,26 +154,31 @@ class ModelCheck:
             return f"{kind} is an encoder-decoder model; rlctl trains decoder-only models", _CAUSAL
         if isinstance(layers, list) and (unknown := sorted({*map(str, layers)} - _LAYERS)):
             return f"{kind} has layers of type {', '.join(unknown)}; rlctl supports softmax attention alone", _CAUSAL
-        if not self.from_scratch and self.head == "lm" and _OTHER_HEADS.search(architecture):
+        if not self._from_scratch and self._role.head == "lm" and _OTHER_HEADS.search(architecture):
             return f"holds a {architecture}, which has no language modeling head", _CAUSAL
-        if how and not self.from_scratch:
+        if how and not self._from_scratch:
             method = how.get("quant_method", "") if isinstance(how, dict) else ""
-            why = "they can be neither trained nor synced" if learns else "its log-probs would not be the model's own"
+            why = (
+                "they can be neither trained nor synced"
+                if self._role.learns
+                else "its log-probs would not be the model's own"
+            )
             hint = "name the model that it was made from, in bf16 or fp32"
             return f"its weights are quantized ({method or 'quantization_config'}): {why}", hint
         return None
 
-    def check_length(self, max_sequence_tokens: int, limited_by: str = "") -> None:
-        """Check that the model has positions for a sequence. `limited_by`: the key that says how long one may be, where
-        it is not the data's."""
+    def _check_length(self, longest: int) -> None:
+        """Check that the model has positions for the longest sequence of its role."""
         positions, short = positions_of(self.config), tokens_of_one_rope(self.config)
-        if positions and max_sequence_tokens > positions:
+        if positions and longest > positions:
             message = f"more than the {positions} positions of {self.path}"
-        elif 0 < short < max_sequence_tokens:
+        elif 0 < short < longest:
             message = f"{self.path} rotates positions otherwise beyond {short} tokens (longrope), for the whole call: "
             message += "log-probs would depend on the micro-batch"
         else:
             return
-        hint = "lower it" if limited_by else "lower data.max_prompt_tokens or data.max_response_tokens"
-        key = limited_by or "data.max_prompt_tokens + data.max_response_tokens"
-        self._wrong(message, hint, key, str(max_sequence_tokens))
+        if self._role.same_tokens:
+            hint, key = "lower data.max_prompt_tokens or data.max_response_tokens", _LENGTHS
+        else:
+            hint, key = "lower it", f"{self._role.name}.max_sequence_tokens"
+        self._wrong(message, hint, key, str(longest))

@@ -33,7 +33,7 @@ from specs.model_facts import model_facts
 from specs.rules.all_rules import with_values
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
-from specs.schema.role_section import LearningRole, RoleSection
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 
@@ -89,30 +89,21 @@ def _new(found: Iterable[Problem], known: Sequence[Problem]) -> list[Problem]:
 
 def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], dict[str, Any]]:
     """Return errors and warnings, and the main model's config.json ({} if it cannot be read)."""
-    fake = spec.actor.engine.model_of == "bigram"
-    scratch = spec.model.from_scratch or fake
-    main = ModelCheck("model.path", spec.model.path, spec_dir, from_scratch=scratch, tokenizer=True)
-    others: dict[RoleName, ModelCheck] = {}
-    for role, section in spec.sections():
-        if role in spec.roles and (path := getattr(section, "model", "")):
-            tokenizer, head = not ROLES[role].same_tokens, ROLES[role].head
-            key = f"{role}.model"
-            others[role] = ModelCheck(key, path, spec_dir, from_scratch=False, tokenizer=tokenizer, head=head)
-    if not fake:
-        for role, check in {ACTOR: main, **others}.items():
-            limited_by = "" if ROLES[role].same_tokens else f"{role}.max_sequence_tokens"
-            check.check_length(spec.longest_tokens(role), limited_by)
-            check.check_kind(learns=ROLES[role].learns)
+    main = ModelCheck(spec, ACTOR, spec_dir)
+    own = [role for role, section in spec.sections() if getattr(section, "model", "")]
+    others = {role: ModelCheck(spec, role, spec_dir) for role in own if role in spec.roles}
     checks = [main, *others.values()]
     errors = [problem for check in checks for problem in check.problems]
     if main.folder is not None:
         errors += [*chat_problems(spec, main.folder), *_lone_tokenizer(spec, spec_dir, main.folder)]
     for role, other in others.items():
         errors += _kinship(main, other) if ROLES[role].same_tokens else _no_conversations(spec, main, other)
-    if not fake:
-        errors += [*shard_problems(spec, main.config), *_engines(spec, main.config, others)]
+    if spec.actor.engine.model_of != "bigram":
+        errors += shard_problems(spec, main.config)
+        for role, section in spec.sections():
+            errors += _shapes(role, section, others.get(role, main).config)
         for role, lora in spec.adapters():
-            errors += adapter_problems(role, lora, others[role].config if role in others else main.config)
+            errors += adapter_problems(role, lora, others.get(role, main).config)
     return errors, [problem for check in checks for problem in check.warnings], main.config
 
 
@@ -149,23 +140,17 @@ def _kinship(actor: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
             yield Problem(other.key, message, hint)
 
 
-def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, ModelCheck]) -> Iterator[Problem]:
-    """Yield what the engines cannot run in their roles' models, and ranks cannot share of them."""
-    for role, section in spec.sections():
-        engine, own_config = engine_of(section), others[role].config if role in others else config
-        if (facts := model_facts(own_config)) is not None and engine is not None:
-            yield from engine.model_problems(role, section, facts)
-            if isinstance(section, LearningRole):
-                yield from _more_than_all_layers(role, section, facts.layers)
-        if (degree := sequence_parallel_of(section)) > 1:
-            yield from sequence_problems(f"{role}.sequence_parallel", degree, own_config)
-
-
-def _more_than_all_layers(role: RoleName, section: LearningRole, layers: int) -> Iterator[Problem]:
-    count = section.gradient_checkpointing
-    if count is not True and count > layers > 0:
-        hint = f"use at most {layers}, or true for all of them"
-        yield Problem(f"{role}.gradient_checkpointing", f"the model has {layers} layers", hint)
+def _shapes(role: RoleName, section: RoleSection, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what the engine cannot run in its role's model, and ranks cannot share of it."""
+    engine, facts = engine_of(section), model_facts(config)
+    if facts is not None and engine is not None:
+        yield from engine.model_problems(role, section, facts)
+        count: int = getattr(section, "gradient_checkpointing", True)
+        if count is not True and count > facts.layers > 0:
+            hint = f"use at most {facts.layers}, or true for all of them"
+            yield Problem(f"{role}.gradient_checkpointing", f"the model has {facts.layers} layers", hint)
+    if (degree := sequence_parallel_of(section)) > 1:
+        yield from sequence_problems(f"{role}.sequence_parallel", degree, config)
 
 
 # ── devices ──────────────────────────────────────────────────────────────────────────────

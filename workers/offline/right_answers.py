@@ -31,9 +31,7 @@ def answer_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) ->
     for number, term in enumerate(config.reward.terms):
         if isinstance(term, MathVerify) and (without := _without_value(term, golds, config)):
             none = len(without) == len(golds)
-            message = (
-                f"math_verify finds no value in {'any' if none else len(without)} of the first {len(golds)} answers"
-            )
+            how_many = f"{'any' if none else len(without)} of the first {len(golds)} answers"
             hint = "use exact_match for answers that are words; completions of such rows are not graded"
             key, value = f"reward.terms.{number}", show(without[0])
             message = f"math_verify finds no value in {how_many}"
