@@ -7,7 +7,7 @@ Who is there: `membership.py`. What is in flight: `group.py`. Who is to blame: `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -32,8 +32,8 @@ _TICK_S = 0.1
 class Groups:
     """The processes of a run, by role. As a context manager it ends them all.
 
-    `on_tick` is called at least every 100 ms while waiting, and may raise (a person's Ctrl-C). `modules` names
-    "module:function" for roles whose handlers are not `workers/roles/<role>.py`. Use from the main thread.
+    `on_tick` is called at least every 100 ms while waiting, and may raise (a person's Ctrl-C). Use from the
+    main thread.
     """
 
     def __init__(
@@ -46,13 +46,12 @@ class Groups:
         heartbeat_timeout_s: float = 30.0,
         stall_timeout_s: float = 600.0,
         on_tick: Callable[[], None] | None = None,
-        modules: Mapping[str, str] | None = None,
         hub: Hub | None = None,
     ) -> None:
         self.plan = plan
         self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK)
         self.launcher = Launcher(log_dir, self.hub.environment())
-        self.membership = Membership(plan, self.hub, self.launcher, dict(modules or {}))
+        self.membership = Membership(plan, self.hub, self.launcher)
         self.ranks = self.membership.states
         self.watch = StallWatch(stall_timeout_s)
         self._channel = Channel(self.hub, self.ranks, self.watch, self.tick, verb_timeout_s)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,42 +70,46 @@ class Launcher:
         self._nodes: dict[tuple[str, str], NodeConnection] = {}  # by role and host
         self._refreshed_at = time.monotonic()
 
-    def start(self, plan: RolePlan, *, module: str = "", without: Collection[int] = ()) -> None:
-        """Start a role's processes, `without` these ranks of other hosts; return at once. Logs go to
-        `log_dir/<role>/rank<N>.log`.
-
-        `module` ("module:function") makes the role's handlers instead of `workers/roles/<role>.py`.
-        """
+    def start(self, plan: RolePlan) -> None:
+        """Start a role's processes, but on hosts that are checked first (`start_rank`); return at once. Logs go to
+        `log_dir/<role>/rank<N>.log`."""
         folder = self.log_dir.absolute() / plan.role
         folder.mkdir(parents=True, exist_ok=True)
-        more = ("--module", module) if module else ()
-        env = self._environment(plan)
+        group: dict[str, str] = {}
         port = str(plan.meeting.port or self._reserve_port()) if plan.world_size_of_group > 1 else ""
         if plan.world_size_of_group > 1 and plan.nodes == 1:
-            env["RLCTL_GROUP_STORE"] = str(self._make_store_folder() / plan.role)
+            group["RLCTL_GROUP_STORE"] = str(self._make_store_folder() / plan.role)
         if plan.launcher == "python":
-            for rank in plan.here:
-                self._spawn_rank(plan, rank, more, env | _place(plan, rank, port))
-            for node in plan.remote:
-                for rank in plan.ranks_of(node.node_rank):
-                    if rank not in without:
-                        self.start_remote_rank(plan, node, rank, module=module)
+            for rank in range(plan.processes):
+                node = plan.remote_of(rank)
+                if node is None or not node.check:
+                    self.start_rank(plan, rank, group, port)
             return
         to_log = {"RLCTL_LOG_DIR": str(folder)}
         meeting_port = port or str(self._reserve_port())
-        command = (*(word.replace(FREE_PORT, meeting_port) for word in plan.command), *more)
+        command = tuple(word.replace(FREE_PORT, meeting_port) for word in plan.command)
         log_path = folder / "launcher.log"
-        if (
-            plan.launcher == "srun"
-        ):  # which does not end by itself when the driver dies: a supervisor on this host ends it
-            place = {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
-            node = RemoteNode("", 0, ("sh",), command, plan.env | place)
-            self._start_remote(plan, node, tuple(range(plan.processes)), command, to_log, log_path)
+        if plan.launcher == "srun":
+            # It does not end by itself when the driver dies: a supervisor on this host ends it.
+            meeting = {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
+            node = RemoteNode("", 0, ("sh",), command, plan.env | meeting)
+            self._start_remote(plan, node, tuple(range(plan.processes)), to_log, log_path)
             return
-        self._spawn(plan.role, plan.ranks_of(0), command, env | to_log, log_path, launcher=plan.launcher)
+        env = self._environment(plan) | group | to_log
+        self._spawn(plan.role, plan.ranks_of(0), command, env, log_path, launcher=plan.launcher)
         for node in plan.remote:
             log_path = folder / f"launcher_{node.host}.log"
-            self._start_remote(plan, node, plan.ranks_of(node.node_rank), (*node.command, *more), to_log, log_path)
+            self._start_remote(plan, node, plan.ranks_of(node.node_rank), to_log, log_path)
+
+    def start_rank(self, plan: RolePlan, rank: int, group: Mapping[str, str] | None = None, port: str = "") -> None:
+        """Start a rank that has a process of its own. One on another host ends where that host is not there, or cannot
+        do its part. `group`, `port`: variables and meeting port of ranks that compute together."""
+        log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
+        place = {**(group or {}), **_place(plan, rank, port)}
+        if (node := plan.remote_of(rank)) is not None:
+            self._start_remote(plan, node, (rank,), place, log_path)
+        else:
+            self._spawn(plan.role, (rank,), plan.command, self._environment(plan) | place, log_path)
 
     def _make_store_folder(self) -> Path:
         """Make a folder that only this user can enter, for the file in which ranks on this host meet (torch's
@@ -122,17 +126,13 @@ class Launcher:
         self._ports.append(held)
         return int(held.getsockname()[1])
 
-    def start_again(self, plan: RolePlan, rank: int, *, module: str = "", remark: str = "") -> None:
+    def start_again(self, plan: RolePlan, rank: int, remark: str) -> None:
         """Start one replica again, after `kill`. Its log continues below a line with the `remark`."""
         assert plan.launcher == "python", f"{plan.launcher} starts {plan.role} as a whole"
         assert plan.world_size_of_group == 1, f"ranks of {plan.role} need one another"
         with self.log_path(plan.role, rank).open("a", encoding="utf-8") as log_file:
             log_file.write(f"\n── {remark} ──\n")
-        if (node := plan.remote_of(rank)) is not None:
-            self.start_remote_rank(plan, node, rank, module=module)
-        else:
-            more = ("--module", module) if module else ()
-            self._spawn_rank(plan, rank, more, self._environment(plan) | _place(plan, rank, ""))
+        self.start_rank(plan, rank)
 
     def kill(self, role: str, rank: int, *, wait: bool = True) -> None:
         """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it.
@@ -152,22 +152,11 @@ class Launcher:
             if left:
                 log.error("processes of %s rank %d that could not be ended: %s", role, rank, left)
 
-    def _spawn_rank(self, plan: RolePlan, rank: int, more: tuple[str, ...], env: Mapping[str, str]) -> None:
-        log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
-        self._spawn(plan.role, (rank,), (*plan.command, *more), dict(env), log_path)
-
-    def start_remote_rank(self, plan: RolePlan, node: RemoteNode, rank: int, *, module: str = "") -> None:
-        """Start a rank that has a process of its own on another host, which need not be there: then it ends."""
-        log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
-        command = (*node.command, *(("--module", module) if module else ()))
-        self._start_remote(plan, node, (rank,), command, _place(plan, rank, ""), log_path)
-
     def _start_remote(
         self,
         plan: RolePlan,
         node: RemoteNode,
         ranks: tuple[int, ...],
-        command: Sequence[str],
         env: Mapping[str, str],
         log_path: Path,
     ) -> None:
@@ -179,7 +168,7 @@ class Launcher:
             connection = self._nodes[plan.role, node.host] = self._connect(plan, node)
         mark = self._new_mark()
         process = RemoteProcess(connection, mark)
-        process.start(command, env, log_path)
+        process.start(node.command, env, log_path)
         launcher = "" if plan.launcher == "python" else plan.launcher
         self.started.append(Started(plan.role, ranks, process, log_path, launcher, node.host, mark))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 
 from rlctl.processes.channel import Hub, Member
 from rlctl.processes.failures import Evidence
@@ -21,11 +20,10 @@ LOOK_S = 10.0  # between two looks for a host
 class Membership:
     """The ranks of a run. `states` says of each whether it takes part, and is the only place that does."""
 
-    def __init__(self, plan: Plan, hub: Hub, launcher: Launcher, modules: Mapping[str, str]) -> None:
+    def __init__(self, plan: Plan, hub: Hub, launcher: Launcher) -> None:
         self.plan, self.hub, self.launcher = plan, hub, launcher
         self.members: dict[Place, Member] = {}
         self.states = RankStates()  # no restarts unless allowed (rlctl/loop/recovery.py)
-        self._modules = modules
         self._sought: dict[Place, float] = {}  # ranks on hosts that the run has begun without → when to look for them
         self._reported: dict[Place, str] = {}  # why one of them does not come
 
@@ -34,7 +32,7 @@ class Membership:
         self.hub.expect(plan.role, plan.processes)
         unreached = self.plan.unreached
         absent = {rank: host for rank in range(plan.processes) if (host := plan.host_of(rank)) in unreached}
-        self.launcher.start(plan, module=self._modules.get(plan.role, ""), without=absent)
+        self.launcher.start(plan)
         self.states.started(plan.role, plan.processes)
         self._sought |= {(plan.role, rank): time.monotonic() + LOOK_S for rank in absent}
         return [
@@ -47,8 +45,7 @@ class Membership:
         self.launcher.kill(role, rank)  # there is one where a restart was broken off
         self.members.pop((role, rank), None)
         self.hub.forget(role, rank)
-        remark = f"{role} rank {rank} is started again"
-        self.launcher.start_again(self.plan.role(role), rank, module=self._modules.get(role, ""), remark=remark)
+        self.launcher.start_again(self.plan.role(role), rank, f"{role} rank {rank} is started again")
 
     def join(self, member: Member) -> None:
         """Note that a rank has introduced itself."""
@@ -97,10 +94,7 @@ class Membership:
         """Start ranks on hosts that may be there by now: each host is checked first, as the others were."""
         for place in [place for place, due in self._sought.items() if time.monotonic() > due]:
             self._sought[place] = math.inf  # until it ends
-            plan = self.plan.role(place[0])
-            node = plan.remote_of(place[1])
-            assert node is not None, f"{place} is on this host"
-            self.launcher.start_remote_rank(plan, node, place[1], module=self._modules.get(plan.role, ""))
+            self.launcher.start_rank(self.plan.role(place[0]), place[1])
 
     def silent_with(self, role: str, rank: int) -> str:
         """Return the other host whose ranks are all silent, this one among them; empty where there is none."""

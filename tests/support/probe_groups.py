@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def role_plan(role: Any, processes: int, launcher: str = "python", *, group: boo
     return RolePlan(role, processes, launcher, sys.executable, command, env, (), 1, size)
 
 
+def handled_by(plan: RolePlan, target: str) -> RolePlan:
+    """A plan whose handlers `target` makes ("module:function"), and not `workers/roles/<role>.py`."""
+    more = ("--module", target)
+    remote = tuple(replace(node, command=(*node.command, *more)) for node in plan.remote)
+    return replace(plan, command=(*plan.command, *more), remote=remote)
+
+
 @contextmanager
 def probe_groups(
     log_dir: Path,
@@ -39,8 +47,8 @@ def probe_groups(
     **limits: Any,
 ) -> Iterator[Groups]:
     """Groups, started unless that is left to the test; on leaving, nothing of them may be left running."""
-    modules: dict[str, str] = {plan.role: f"{module}:{factory}" for plan in plans}
-    groups = Groups(Plan(plans, colocated=False, unreached=unreached or {}), log_dir, modules=modules, **limits)
+    probing = tuple(handled_by(plan, f"{module}:{factory}") for plan in plans)
+    groups = Groups(Plan(probing, colocated=False, unreached=unreached or {}), log_dir, **limits)
     try:
         with groups:
             if start:

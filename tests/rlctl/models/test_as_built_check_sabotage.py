@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import warm
+from probe_groups import handled_by
 from running import REPO, preset
 from sabotage import SUPPORT
 
@@ -21,7 +23,7 @@ from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
 from rlctl.preflight.role_choices import role_attention
 from rlctl.processes.groups import Groups
-from rlctl.processes.placement import make_plan
+from rlctl.processes.placement import Plan, make_plan
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import AsBuiltError, RlctlError, RoleFailure
 from specs.load.load import load_spec
@@ -76,10 +78,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
             *(f"{role}.threads=1" for role in MODULES),
         ],
     )
-    with Groups(make_plan(spec, folder), folder / "logs", modules=MODULES) as groups:
+    with Groups(sabotaged(make_plan(spec, folder), MODULES), folder / "logs") as groups:
         with warm.children():
             groups.start(list(MODULES))
         yield Started(spec, folder, groups)
+
+
+def sabotaged(plan: Plan, modules: dict[str, str]) -> Plan:
+    roles = [handled_by(role, modules[role.role]) if role.role in modules else role for role in plan.roles]
+    return replace(plan, roles=tuple(roles))
 
 
 def test_as_asked_nothing_is_said(started: Started) -> None:
@@ -132,8 +139,8 @@ def test_put_right_it_is_as_asked_again(started: Started) -> None:
 def test_a_run_ends_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def groups(*args: object, **kwargs: object) -> Groups:
-        return Groups(*args, **kwargs, modules={"actor": "sabotage:actor"})  # type: ignore[arg-type]
+    def groups(plan: Plan, *args: object, **kwargs: object) -> Groups:
+        return Groups(sabotaged(plan, {"actor": "sabotage:actor"}), *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rlctl.run.train, "Groups", groups)
     settings = (f"actor.env.PYTHONPATH={SUPPORT}", "actor.env.SABOTAGE=fake vocabulary")
