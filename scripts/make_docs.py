@@ -21,8 +21,8 @@ from declared_metrics import declared  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
-from specs.load.foreign_keys import foreign_keys  # noqa: E402
 from specs.load.keys import is_list, kind_of, tables_of  # noqa: E402
+from specs.load.unknown_keys import foreign_keys  # noqa: E402
 from specs.schema.algorithms.algorithm import Algorithm  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
     PRESETS,
@@ -276,7 +276,7 @@ def render_metrics() -> str:
 
 COMING_FROM = """# Coming from TRL, verl, OpenRLHF or prime-rl
 
-Generated from `specs/load/foreign_keys.toml` by `scripts/make_docs.py`; do not edit.
+Generated from `specs.load.unknown_keys.toml` by `scripts/make_docs.py`; do not edit.
 
 A spec takes no other tool's keys, but `rlctl check-config` knows those below and says what each is here. A whole
 command line can be asked at once, in its own words:

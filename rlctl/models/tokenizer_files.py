@@ -67,26 +67,26 @@ def _end_token_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wro
         except ValueError as error:
             yield f"{file.name} {error}", AGAIN
             return
-    ids = {name: found for name, content in named.items() if (found := _listed(content.get("eos_token_id")))}
-    known = range(vocab_size) if isinstance(vocab_size := config.get("vocab_size"), int) else range(1 << 31)
+    given = {
+        name: content["eos_token_id"] for name, content in named.items() if content.get("eos_token_id") is not None
+    }
+    ids = {name: one if isinstance(one, list) else [one] for name, one in given.items()}
+    vocab_size = config.get("vocab_size")
+    known = range(vocab_size if isinstance(vocab_size, int) else 1 << 31)
     hint = "copy the file from the model again, or name the model's end tokens in it"
     for name, values in ids.items():
         if not all(type(one) is int for one in values):
             yield f"eos_token_id in {name} is {show(values)}, not a token id or a list of them", hint
             return
-    if ids and not any(one in known for values in ids.values() for one in values):
+    if any(ids.values()) and not any(one in known for values in ids.values() for one in values):
         name, values = next(iter(ids.items()))
         yield f"eos_token_id {values[0]} in {name} is outside the model's vocabulary of {vocab_size}", hint
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def lone_tokenizer(folder: Path) -> str:
-    """Return the tokenizer file that only another package reads (`NEEDS_PACKAGE`), where there is no other; else ""."""
+def lone_tokenizer(folder: Path) -> tuple[str, str]:
+    """Return the tokenizer file that only another package reads, where there is no other, and that package; else ""."""
     there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return there[0] if len(there) == 1 and there[0] in NEEDS_PACKAGE else ""
+    return (there[0], NEEDS_PACKAGE[there[0]]) if len(there) == 1 and there[0] in NEEDS_PACKAGE else ("", "")
 
 
 def kinship_problems(actor: Path, other: Path) -> Iterator[Wrong]:

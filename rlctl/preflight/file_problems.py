@@ -15,7 +15,6 @@ from rlctl.models.hardware import gpu_count, has_nvidia_driver
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.shapes_fit import adapter_problems, sequence_problems, shard_problems
 from rlctl.models.tokenizer_files import (
-    NEEDS_PACKAGE,
     chat_problems,
     chat_template_of,
     kinship_problems,
@@ -109,8 +108,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
 
 def _lone_tokenizer(spec: Spec, spec_dir: Path, folder: Path) -> Iterator[Problem]:
     """Yield a tokenizer in a file that only a package reads which a role's interpreter lacks."""
-    name = lone_tokenizer(folder)
-    package = NEEDS_PACKAGE.get(name, "")
+    name, package = lone_tokenizer(folder)
     readers = [role for role in spec.roles if name and not ROLES[role].is_trainer]
     lacking = [role for role in readers if package not in (packages_of(spec.role(role), spec_dir) or {package: ""})]
     if lacking:

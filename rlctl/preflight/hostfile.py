@@ -45,20 +45,19 @@ def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Hos
 def read_hostfile(path: Path) -> list[Host]:
     """Return hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text,
     OSError and UnicodeDecodeError."""
-    text = path.read_text(encoding="utf-8")
     hosts: dict[str, Host] = {}
     problems = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         wanted = line.partition("#")[0].strip()
-        if not wanted:
-            continue
         found = _LINE.fullmatch(wanted)
-        if found is None:
-            problems.append(_problem(path, number, f"`{wanted}` is not a host", "write `host slots=N`, N at least 1"))
-        elif found[1] in hosts:
-            problems.append(_problem(path, number, f"{found[1]} is listed twice", "give each host one line"))
-        else:
+        if found is not None and found[1] not in hosts:
             hosts[found[1]] = Host(found[1], int(found[2]))
+        elif found is not None:
+            message = f"line {number}: {found[1]} is listed twice"
+            problems.append(Problem("cluster.hostfile", message, "give each host one line", f'"{path}"'))
+        elif wanted:
+            message = f"line {number}: `{wanted}` is not a host"
+            problems.append(Problem("cluster.hostfile", message, "write `host slots=N`, N at least 1", f'"{path}"'))
     if problems:
         raise SpecError(problems)
     return list(hosts.values())
@@ -76,13 +75,12 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     for role, section in spec.sections():
         if not through_shell(role, section):
             continue
-        first = section.hosts.start
+        first, wanted = section.hosts.start, section.processes // section.nodes
         if len(hosts) < section.hosts.stop:
-            named = f"{show(spec.cluster.hostfile)} names {len(hosts)}"
-            after = f", and {first} come before it" if first else ""
+            message = f"{show(spec.cluster.hostfile)} names {len(hosts)}"
+            message += f", and {first} come before it" if first else ""
             hint = f"add hosts to it, or set {role}.nodes = {max(1, len(hosts) - first)}"
-            problems.append(Problem(f"{role}.nodes", named + after, hint))
-        wanted = section.processes // section.nodes
+            problems.append(Problem(f"{role}.nodes", message, hint))
         for host in hosts[first : section.hosts.stop]:
             if host.slots < wanted:
                 message = f"{wanted} of them go to each node, and {host.name} has slots={host.slots}"
@@ -93,7 +91,3 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
                 hint = "raise slots in the hostfile if it has more, or use hosts with as many GPUs"
                 problems.append(Problem(f"{role}.devices", message, hint))
     return problems
-
-
-def _problem(path: Path, number: int, message: str, hint: str) -> Problem:
-    return Problem("cluster.hostfile", f"line {number}: {message}", hint, f'"{path}"')

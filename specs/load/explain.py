@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
 from specs.load.dotted_keys import value_at
-from specs.load.foreign_keys import foreign_kind_hint
 from specs.load.keys import Path, chosen_tables, closest, dotted, engine_family, kind_of, kinds_of, tables_at
-from specs.load.unknown_keys import unknown_keys
+from specs.load.unknown_keys import foreign_kind_hint, unknown_keys
 from specs.packages import page
 from specs.schema.engines.foreign import foreign_kinds
 from specs.schema.roles import ROLES

@@ -120,15 +120,9 @@ def _longest(spec: Spec, role: RoleName, section: ModelRole) -> Iterator[Problem
     longest = spec.longest_tokens(role)
     if section.row_tokens >= longest:
         return
-    tokens, degree, engine = section.micro_batch_tokens, section.sequence_parallel, engine_of(section)
-    scores = isinstance(section, RewardModelSection)
+    degree, scores = section.sequence_parallel, isinstance(section, RewardModelSection)
     named = f"data.max_prompt_tokens + data.max_response_tokens = {longest} tokens"
     named = f"{REWARD_MODEL}.max_sequence_tokens = {longest}" if scores else named
     times = f"times {role}.sequence_parallel = {degree} it is {section.row_tokens}, " if degree > 1 else ""
-    hint = f"use at least {-(-longest // degree)}"
-    enough = [n for n in divisors(section.processes) if n * tokens >= longest]
-    if enough and isinstance(engine, TrainTable) and engine.cuts_sequences:
-        hint += f", or share each sample out to {enough[0]} ranks: {role}.sequence_parallel = {enough[0]}"
-    elif scores:
-        hint += ", or lower max_sequence_tokens"
+    hint = f"use at least {-(-longest // degree)}" + (", or lower max_sequence_tokens" if scores else "")
     yield Problem(f"{role}.micro_batch_tokens", f"{times}less than the longest sequence ({named})", hint)

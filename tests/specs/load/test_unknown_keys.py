@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specs.load.foreign_keys import foreign_keys
 from specs.load.keys import all_keys, homes
+from specs.load.unknown_keys import foreign_keys
 
 
 def test_each_foreign_key_stands_once_and_names_a_key_that_exists() -> None:
