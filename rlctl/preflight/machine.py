@@ -18,11 +18,8 @@ from rlctl.show.tracking import missing_package
 from specs.errors import NotHere, Problem
 from specs.memory_parts import GIB
 from specs.model_facts import model_facts
-from specs.schema.engines.engine_table import engine_of
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def machine_problems(
@@ -33,7 +30,6 @@ def machine_problems(
     errors: list[Problem] = [*_tracking(spec), *_folders(spec, spec_dir, run_dir)]
     warnings: list[Problem] = [] if starting else _commands(spec)  # the launcher knows better what it lacks
     (errors if starting else warnings).extend(_ports(spec))
-    warnings += _shared_memory(spec) if here else []
     (errors if here else warnings).extend([] if errors else _disk(spec, config, run_dir))
     return errors, warnings
 
@@ -105,22 +101,6 @@ def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> list[Problem]
     message = f"{count} checkpoint{'s' if count > 1 else ''} {sizes}"
     hint = "free some space, lower it, or set run.dir"
     return [Problem("checkpoint.keep", message, hint)]
-
-
-def _shared_memory(spec: Spec) -> list[Problem]:
-    """Find engines whose libraries want more of `/dev/shm` than is free: in containers it is small unless asked for."""
-    if not SHARED_MEMORY.is_dir():
-        return []
-    free_MiB, problems = shutil.disk_usage(SHARED_MEMORY).free / 2**20, []
-    for role, section in spec.sections():
-        engine = engine_of(section)
-        on_host = -(-section.processes // section.nodes)
-        wanted = engine.shared_memory_MiB(on_host, on_gpu=bool(section.devices)) if engine else None
-        if wanted and free_MiB < wanted:
-            message = f"its libraries want {wanted:,} MiB of shared memory, and {SHARED_MEMORY} has {free_MiB:,.0f}"
-            hint = f"`df {SHARED_MEMORY}` shows it; start a container with --shm-size=2g (or --ipc=host)"
-            problems.append(Problem(f"{role}.engine.kind", f"{message} free", hint))
-    return problems
 
 
 def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:

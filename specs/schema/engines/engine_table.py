@@ -86,11 +86,6 @@ class EngineTable(Table):
         """Return the GPUs that the plan gives each process."""
         return 1
 
-    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int | None:
-        """Return the free room in `/dev/shm` that the libraries below want, of a role with so many processes on a host.
-        None: not known."""
-        return None
-
     def alone(self) -> Self:
         """Return the table for a trial of one process (`check-config --probe=run`)."""
         return self

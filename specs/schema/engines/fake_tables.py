@@ -31,9 +31,6 @@ class FakeTable(EngineTable):
     def reported_mesh(self, processes: int) -> dict[str, int]:
         return {}
 
-    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
-        return 0
-
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse a fake engine beside a real one, and what a numpy model on the CPU has no use for."""
         role, engines = context.role, context.engines

@@ -18,7 +18,6 @@ from specs.schema.role_section import DType, Lora, Optimizer
 
 FP32_BYTES = 4
 ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: workspaces, kernels (an assumption)
-NCCL_SHARED_MEMORY_MIB = 1024  # what NVIDIA's instructions for NCCL in a container give it (docker run --shm-size=1g)
 _AWAKE: frozenset[Moment] = frozenset({"rollout"})
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import GIB, Part
 from specs.schema.engines.engine_table import Attends, EngineContext, ModelOf, RolloutTable
-from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB, Replica, share_of_gpu
+from specs.schema.engines.held_model import Replica, share_of_gpu
 from specs.schema.mesh import Mesh
 from specs.schema.table import PathText
 from specs.text import show
@@ -56,9 +56,6 @@ class SglangTable(RolloutTable):
 
     def devices_per_process(self) -> int:
         return self.tensor_parallel
-
-    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
-        return NCCL_SHARED_MEMORY_MIB if self.tensor_parallel > 1 else 0
 
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse the CPU, and what its log-probs do not describe."""

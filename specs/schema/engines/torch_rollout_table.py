@@ -33,9 +33,6 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     def reported_mesh(self, processes: int) -> dict[str, int]:
         return {}
 
-    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
-        return 0
-
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         longest = context.max_prompt_tokens
         if self.prefill_tokens < longest:

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from specs.model_facts import ModelFacts
 from specs.schema.engines.engine_table import Attends, EngineTable, ModelOf, TrainTable
-from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB
 from specs.schema.engines.kernel_choice import Asked
 from specs.schema.role_section import DType
 
@@ -55,9 +54,6 @@ class TrainedHere(BuiltHere, TrainTable):
         """Return whether a gradient may be added to what the engine holds as soon as it is computed: it is fp32, whole,
         and waits for nothing."""
         return False
-
-    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
-        return NCCL_SHARED_MEMORY_MIB if on_gpu and processes > 1 else 0
 
 
 class OwnModules(TrainedHere):

@@ -13,7 +13,6 @@ from specs.model_facts import ModelFacts
 from specs.schema.engines.engine_table import Attends, EngineContext, ModelOf, RolloutTable
 from specs.schema.engines.held_model import (
     ASLEEP_GIB,
-    NCCL_SHARED_MEMORY_MIB,
     Replica,
     adapters,
     elements,
@@ -30,7 +29,6 @@ from specs.text import listed, show
 LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_KV_CACHE_GIB = 1.0
 GRAPHS_GIB = 1.5  # CUDA graphs of some 50 batch sizes, which stay while it sleeps (an assumption)
-_RING_MIB = 240  # vLLM 0.32, vllm/distributed/device_communicators/shm_broadcast.py: 10 chunks of 24 MiB
 # vLLM 0.32, vllm/v1/attention/backends/cpu_attn.py
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -79,12 +77,6 @@ class VllmTable(RolloutTable):
 
     def devices_per_process(self) -> int:
         return self.tensor_parallel
-
-    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
-        """Ask for room for the rings that workers answer through: vLLM refuses to make one where there is none."""
-        if self.tensor_parallel == 1:
-            return 0
-        return max(_RING_MIB, NCCL_SHARED_MEMORY_MIB if on_gpu else 0)
 
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse a share of the GPU that is not taken, and adapters that vLLM cannot apply."""
