@@ -276,7 +276,7 @@ def render_metrics() -> str:
 
 COMING_FROM = """# Coming from TRL, verl, OpenRLHF or prime-rl
 
-Generated from `specs.load.unknown_keys.toml` by `scripts/make_docs.py`; do not edit.
+Generated from `specs/load/foreign_keys.toml` by `scripts/make_docs.py`; do not edit.
 
 A spec takes no other tool's keys, but `rlctl check-config` knows those below and says what each is here. A whole
 command line can be asked at once, in its own words:
