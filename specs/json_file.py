@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# How a file begins that Git LFS has not fetched, and what is said of it.
+LFS, LFS_POINTER = "version https://git-lfs", "is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError with a predicate: "is not there", "is not JSON, …"."""
@@ -22,6 +25,8 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if text.startswith(LFS):
+            raise ValueError(LFS_POINTER) from None
         raise ValueError(f"is cut short or not JSON: {error}" if text else "is empty") from None
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__} where an object belongs")

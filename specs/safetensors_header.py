@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from specs.json_file import LFS, LFS_POINTER
+
 ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
     **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
@@ -47,7 +49,9 @@ def read_header(path: Path) -> Header:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         data = _LENGTH_BYTES + length
         if not 0 < length <= _MAX_HEADER_BYTES or data > size:
-            raise ValueError("is cut short or not a safetensors file")
+            file.seek(0)
+            pointer = file.read(len(LFS)) == LFS.encode()
+            raise ValueError(LFS_POINTER if pointer else "is cut short or not a safetensors file")
         text = file.read(length)
     try:
         content = json.loads(text)

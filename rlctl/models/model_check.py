@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.models.hub import HubModel, hub_model
 from rlctl.models.paths import builtin_models, not_found, resolve_model
 from rlctl.models.tokenizer_files import tokenizer_problems
-from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT, no_weights, weight_problems
+from rlctl.models.weight_files import AGAIN, no_weights, weight_problems
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
@@ -99,8 +99,7 @@ class ModelCheck:
         try:
             config = read_object(folder / "config.json")
         except ValueError as error:
-            pointer = (folder / "config.json").read_bytes().startswith(LFS.encode())
-            self._wrong(f"config.json {error}", LFS_HINT if pointer else AGAIN)
+            self._wrong(f"config.json {error}", AGAIN)
             return
         if not isinstance(config.get("model_type"), str):
             self._wrong("config.json has no model_type", "it must be the config of a Hugging Face model")

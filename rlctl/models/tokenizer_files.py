@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT, Wrong
+from rlctl.models.weight_files import AGAIN, Wrong
 from specs.errors import Problem
 from specs.json_file import read_object
 from specs.schema.spec import Spec
@@ -48,8 +48,7 @@ def tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wron
         try:
             highest = max(load_tokenizer(folder).vocabulary.values(), default=-1)
         except ValueError as error:
-            pointer = file.read_bytes().startswith(LFS.encode())
-            yield f"its tokenizer cannot be read: {error}", LFS_HINT if pointer else AGAIN
+            yield f"its tokenizer cannot be read: {error}", AGAIN
             return
         if highest < 0:
             yield "its tokenizer has no vocabulary", AGAIN

@@ -15,11 +15,10 @@ from rlctl.models.model_tensors import tensors_of_config
 from specs.json_file import read_object
 from specs.model_facts import model_facts
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, Shape
-from specs.safetensors_header import Header, read_header
+from specs.safetensors_header import read_header
 from specs.schema.roles import HEADS_OF_FILES, HeadKind
 
 AGAIN = "copy or download it again"
-LFS, LFS_HINT = "version https://git-lfs", "fetch it: `git lfs pull` in the model folder"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_CONFIG = "the weights and config.json belong to different models: copy the whole folder again"
 _NUMBERED = {
@@ -60,10 +59,12 @@ def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind) -> 
         return
     quantized, shapes, whole = "quantization_config" in config, dict[str, Shape](), True
     for name in names:
-        header = _header(folder / name)
-        if not isinstance(header, Header):
+        try:
+            header = read_header(folder / name)
+        except (OSError, ValueError) as error:
             whole = False
-            yield header
+            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+            yield f"{name} {why}", AGAIN
             continue
         if lacking := [one for one, where in placed.items() if where == name and one not in header.entries]:
             yield f"the index puts {lacking[0]} into {name}, which lacks it", AGAIN
@@ -74,18 +75,6 @@ def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind) -> 
         shapes |= {one: entry.shape for one, entry in header.entries.items()}
     if whole and not quantized:  # packed weights have shapes of their own
         yield from _differences(shapes, config, head)
-
-
-def _header(file: Path) -> Header | Wrong:
-    try:
-        return read_header(file)
-    except ValueError as error:
-        with file.open("rb") as stream:
-            if stream.read(len(LFS)) == LFS.encode():
-                return f"{file.name} is a pointer of Git LFS, not the file itself", LFS_HINT
-        return f"{file.name} {error}", AGAIN
-    except OSError as error:
-        return f"{file.name} cannot be read: {error.strerror}", AGAIN
 
 
 def _differences(shapes: Mapping[str, Shape], config: Mapping[str, Any], head: HeadKind) -> Iterator[Wrong]:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import DataError
+from specs.json_file import LFS, LFS_POINTER
 from specs.text import not_text
 
 if TYPE_CHECKING:
     import pyarrow
 
 PARQUET_BATCH_ROWS = 1024
-_GZIP, _LFS = b"\x1f\x8b", b"version https://git-lfs"
+_GZIP = b"\x1f\x8b"
 _PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
 
 
@@ -78,8 +79,8 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
 def _parse_line(line: bytes, where: str) -> DataRow:
     if line.startswith(_GZIP):
         return DataRow(where, {}, "compressed: decompress the file (gunzip)")
-    if line.startswith(_LFS):
-        return DataRow(where, {}, "a pointer of Git LFS, not the file itself: `git lfs pull` fetches it")
+    if line.startswith(LFS.encode()):
+        return DataRow(where, {}, LFS_POINTER)
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -26,6 +26,7 @@ class TokenizerFile:
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more specific
+            read_object(folder / "tokenizer.json")  # whose errors say more of a file that is no JSON
             raise ValueError(str(error)) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

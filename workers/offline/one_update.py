@@ -1,4 +1,4 @@
-"""Measures one trial update of a role on random tokens, with one rank, before a run is started.
+"""Measure one trial update of a role on random tokens, with one rank, before a run is started.
 
 Weights are random and never read from the model's files: the values affect neither time nor memory.
 """
@@ -6,6 +6,7 @@ Weights are random and never read from the model's files: the values affect neit
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from backends import memory
 from backends.protocol import LossScale, Rank, RolloutEngine, TrainEngine, WeightSpec
 from backends.registry import rollout_engine, train_engine
-from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.algorithms.algorithm_tables import read_loss
 from specs.schema.roles import ROLES
 from specs.wire.batch import Batch
@@ -28,41 +28,50 @@ _SPREAD = 0.02
 def one_update(role: str, asked: RoleRequest) -> Probed:
     """Build the role's engine on its device, and run it once."""
     assert asked.shape is not None
-    return _generate(role, asked, asked.shape) if ROLES[role].samples else _train(role, asked, asked.shape)
+    samples = ROLES[role].samples
+    config = (RolloutConfig if samples else TrainConfig).model_validate(asked.body)
+    before, started = memory.held_GiB(config.model.device), time.monotonic()
+    engine: RolloutEngine | TrainEngine
+    if isinstance(config, RolloutConfig):
+        engine = sampler = rollout_engine(config.engine.kind).build(config, Rank())
+        update = partial(_generate, sampler, asked, asked.shape)
+    else:
+        engine = trainer = train_engine(config.engine.kind).build(config, Rank())
+        update = partial(_train, trainer, config, asked, asked.shape)
+    try:
+        built = engine.built()
+        if isinstance(config, RolloutConfig):
+            _give_weights(sampler)
+        stepping = time.monotonic()
+        took = OneUpdate(
+            tokens=update(built.vocab_size),
+            build_s=round(stepping - started, 3),
+            step_s=round(time.monotonic() - stepping, 3),
+            before_GiB=round(before, 3),
+            peak_GiB=round(memory.peak_GiB(config.model.device), 3),
+        )
+    finally:
+        engine.close()
+    return Probed(role=role, model=built, not_seen=() if samples else ("mesh",), one_update=took)
 
 
 # ── trainers ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _train(role: str, asked: RoleRequest, shape: UpdateShape) -> Probed:
-    """Gradients and optimizer step of a role that learns; else its log-probs."""
-    config = TrainConfig.model_validate(asked.body)
-    device = config.model.device
-    kind = train_engine(config.engine.kind)
-    before, started = memory.held_GiB(device), time.monotonic()
-    engine = kind.build(config, Rank())
-    built, stepping = engine.built(), time.monotonic()
-    try:
-        batch = _completions(shape, built.vocab_size)
-        if config.optimizer is None:
-            (engine.forward if config.model.head == "lm" else engine.scores)(batch)
-        else:
-            _learn(engine, batch, read_loss(asked.loss), shape)
-        ended = time.monotonic()
-        took = _took(batch.num_tokens, started, stepping, ended, before, device)
-    finally:
-        engine.close()
-    return Probed(role=role, model=built, not_seen=("mesh",), one_update=took)
-
-
-def _learn(engine: TrainEngine, batch: Batch, loss: AnyLoss, shape: UpdateShape) -> None:
-    tokens = shape.sequences * shape.response_tokens
-    engine.forward_backward(batch, loss, LossScale(tokens, shape.sequences, shape.response_tokens))
-    engine.optim_step()
+def _train(engine: TrainEngine, config: TrainConfig, asked: RoleRequest, shape: UpdateShape, vocab_size: int) -> int:
+    """Compute gradients and the optimizer step of a role that learns, else its log-probs; return the tokens."""
+    batch = _completions(shape, vocab_size)
+    if config.optimizer is None:
+        (engine.forward if config.model.head == "lm" else engine.scores)(batch)
+    else:
+        scale = LossScale(shape.sequences * shape.response_tokens, shape.sequences, shape.response_tokens)
+        engine.forward_backward(batch, read_loss(asked.loss), scale)
+        engine.optim_step()
+    return batch.num_tokens
 
 
 def _completions(shape: UpdateShape, vocab_size: int) -> Batch:
-    """Every column that an update may need; all sequences are as long as they may be."""
+    """Return every column that an update may need; all sequences are as long as they may be."""
     length = shape.prompt_tokens + shape.response_tokens
     rng = np.random.default_rng(0)
     tokens_T = rng.integers(0, vocab_size, shape.sequences * length).astype(np.int32)
@@ -87,30 +96,13 @@ def _completions(shape: UpdateShape, vocab_size: int) -> Batch:
 # ── rollouts ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _generate(role: str, asked: RoleRequest, shape: UpdateShape) -> Probed:
-    """Sample one completion of full length per prompt."""
-    config = RolloutConfig.model_validate(asked.body)
-    device = config.model.device
-    kind = rollout_engine(config.engine.kind)
-    before, started = memory.held_GiB(device), time.monotonic()
-    engine = kind.build(config, Rank())
-    try:
-        built = engine.built()
-        _give_weights(engine)
-        stepping = time.monotonic()
-        counters = engine.generate(_prompts(shape, built.vocab_size), _endless(engine, asked, shape), lambda _: None)
-        ended = time.monotonic()
-        took = _took(int(counters["generated_tokens"]), started, stepping, ended, before, device)
-    finally:
-        engine.close()
-    return Probed(role=role, model=built, one_update=took)
-
-
-def _endless(engine: RolloutEngine, asked: RoleRequest, shape: UpdateShape) -> Sampling:
-    """Sampling without stop tokens, where the engine allows that: every completion has full length."""
+def _generate(engine: RolloutEngine, asked: RoleRequest, shape: UpdateShape, vocab_size: int) -> int:
+    """Sample one completion per prompt, of full length where the engine can do without stop tokens; return the
+    tokens."""
     if hasattr(engine, "stops"):
         engine.stops = frozenset()
-    return Sampling(seed=0, max_response_tokens=shape.response_tokens, **asked.sampling)
+    sampling = Sampling(seed=0, max_response_tokens=shape.response_tokens, **asked.sampling)
+    return int(engine.generate(_prompts(shape, vocab_size), sampling, lambda _: None)["generated_tokens"])
 
 
 def _give_weights(engine: RolloutEngine) -> None:
@@ -138,14 +130,4 @@ def _prompts(shape: UpdateShape, vocab_size: int) -> Batch:
             "position_B": np.zeros(count, np.int64),
             **{name: index_B.astype(np.int64) for name in ("prefix_B", *IDENTITY_COLUMNS)},
         }
-    )
-
-
-def _took(tokens: int, started: float, stepping: float, ended: float, before: float, device: str) -> OneUpdate:
-    return OneUpdate(
-        tokens=tokens,
-        build_s=round(stepping - started, 3),
-        step_s=round(ended - stepping, 3),
-        before_GiB=round(before, 3),
-        peak_GiB=round(memory.peak_GiB(device), 3),
     )
