@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# How a file begins that Git LFS has not fetched, and what is said of it.
-LFS, LFS_POINTER = "version https://git-lfs", "is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
+from specs.text import LFS, LFS_POINTER
 
 
 def read_object(path: Path) -> dict[str, Any]:

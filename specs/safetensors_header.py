@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from specs.json_file import LFS, LFS_POINTER
+from specs.text import LFS, LFS_POINTER
 
 ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+# How a file begins that Git LFS has not fetched, and what is said of it.
+LFS, LFS_POINTER = "version https://git-lfs", "is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
 _HALF = "half of a surrogate pair, which is not text"
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import DataError
-from specs.json_file import LFS, LFS_POINTER
-from specs.text import not_text
+from specs.text import LFS, LFS_POINTER, not_text
 
 if TYPE_CHECKING:
     import pyarrow

@@ -45,5 +45,5 @@ def test_what_stands_around_plain_text_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="No such file"):
+    with pytest.raises(ValueError, match="is not there"):
         TokenizerFile(tmp_path)
