@@ -214,6 +214,7 @@ def _judge(line: Line, stage: Stage, run: Path, code: int, text: str) -> None:
     ]
     line.named = lost[-1] if lost else ""
     causes = {"sleep": "nothing has moved", "spin": "nothing has moved", "SIGSTOP": "no sign of life"}
+    causes |= {"SIGTERM": "got signal: 15"} if fault.victim == "launcher" else {}
     cause = causes.get(fault.kind, fault.kind)
 
     def must(holds: bool, otherwise: str) -> None:

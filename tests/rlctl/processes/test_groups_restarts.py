@@ -106,21 +106,6 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
         assert len(groups.launcher.started) == 2, "what had begun to start is gone"
 
 
-@pytest.mark.parametrize(
-    ("role", "body", "words"),
-    [
-        ("rollout", {"do": "raise", "rank": 0}, "seven is not a number"),
-        ("rollout", {"do": "raise known", "rank": 1}, "row 3 has no prompt"),
-        ("actor", {"do": "kill"}, "SIGKILL"),
-    ],
-)
-def test_what_would_repeat_and_other_roles_end_the_run(tmp_path: Path, role: str, body: dict, words: str) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 3))
-        with pytest.raises(RoleFailure, match=words):
-            groups[role].call(Verb.PING, body)
-
-
 def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,6 @@ yaml = importlib.import_module("yaml")  # comes with transformers
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
-# ── what a manifest says ──────────────────────────────────────────────────────────────────────────
-
 
 def jobs_in(file: Path) -> dict[str, Any]:
     """Return the jobs of a manifest's JobSet, by name."""
@@ -68,48 +66,39 @@ def run_bash(*words: str, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, input=text, capture_output=True, text=True, check=False)
 
 
-CASES = [
-    ("quickstart", "", {"driver": (1, 0)}),
-    ("fsdp2-8gpu", "", {"driver": (1, 8)}),
-    ("megatron-70b-64gpu", "", {"trainers": (7, 8), "driver": (1, 8)}),
-    ("quickstart", "processes = 2\nfirst_node = 1\nnodes = 2\n", {"samplers": (2, 0), "driver": (1, 0)}),
-    (
-        "megatron-70b-64gpu",
-        "processes = 2\nfirst_node = 8\nnodes = 2\n",
-        {"trainers": (7, 8), "samplers": (2, 8), "driver": (1, 8)},
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "rollout", "pods"), CASES)
-def test_pods_and_gpus_are_those_of_the_spec(
+@pytest.mark.parametrize(
+    ("name", "rollout", "pods"),
+    [
+        ("quickstart", "", {"driver": (1, 0)}),
+        ("fsdp2-8gpu", "", {"driver": (1, 8)}),
+        ("quickstart", "processes = 2\nfirst_node = 1\nnodes = 2\n", {"samplers": (2, 0), "driver": (1, 0)}),
+        (
+            "megatron-70b-64gpu",
+            "processes = 2\nfirst_node = 8\nnodes = 2\n",
+            {"trainers": (7, 8), "samplers": (2, 8), "driver": (1, 8)},
+        ),
+    ],
+)
+def test_pods_and_gpus_are_those_of_the_spec_and_the_driver_knows_them_as_its_hosts(
     tmp_path: Path, name: str, rollout: str, pods: dict[str, tuple[int, int]]
 ) -> None:
     spec_file, file = written(tmp_path, name, rollout)
     jobs = jobs_in(file)
     assert {name: (job["replicas"], gpus_of(job)) for name, job in jobs.items()} == pods
-    assert [job["dependsOn"][0]["name"] for job in jobs.values() if "dependsOn" in job] == [*pods][
-        :-1
-    ]  # the driver comes last
+    before = [job["dependsOn"][0]["name"] for job in jobs.values() if "dependsOn" in job]
+    assert before == [*pods][:-1], "the driver comes last"
     spec = load_spec(spec_file)
     gpus = {gpu for role in spec.roles for gpu in spec.gpus(role)}
     assert sum(job["replicas"] * gpus_of(job) for job in jobs.values()) == len(gpus)
 
-
-@pytest.mark.parametrize(("name", "rollout", "pods"), CASES)
-def test_the_driver_knows_the_jobs_as_its_hosts(
-    tmp_path: Path, name: str, rollout: str, pods: dict[str, tuple[int, int]]
-) -> None:
-    spec_file, file = written(tmp_path, name, rollout)
-    told = told_by(container_of(jobs_in(file)["driver"])["command"], tmp_path)
+    told = told_by(container_of(jobs["driver"])["command"], tmp_path)
     overrides = [after for flag, after in pairwise(told) if flag == "--set"]
     plan = make_plan(load_spec(spec_file, overrides), tmp_path)
     label = manifest_name(spec_file)
     made = {f"{label}-{job}-{index}" for job, (count, _) in pods.items() for index in range(count)}
     assert set(plan.hosts) == made - {f"{label}-driver-0"}
-    for role in plan.roles:
-        for node in role.remote:
-            assert node.shell == ("kubectl", "exec", "-i", f"job/{node.host}", "--", "sh")
+    for node in (node for role in plan.roles for node in role.remote):
+        assert node.shell == ("kubectl", "exec", "-i", f"job/{node.host}", "--", "sh")
 
 
 def told_by(command: Sequence[str], folder: Path) -> list[str]:
@@ -117,9 +106,8 @@ def told_by(command: Sequence[str], folder: Path) -> list[str]:
     assert command[:2] == ["bash", "-c"]
     (folder / "spec.toml").touch()
     script = command[2].replace("/shared", str(folder)).replace("/etc/rlctl", str(folder))
-    program = f'rlctl() {{ printf "%s\\n" "$@"; }}; cd {folder}; POD_IP=10.0.0.7\n' + script.replace(
-        "exec rlctl", "rlctl"
-    )
+    prints = f'rlctl() {{ printf "%s\\n" "$@"; }}; cd {folder}; POD_IP=10.0.0.7\n'
+    program = prints + script.replace("exec rlctl", "rlctl")
     done = run_bash("bash", text=program)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -135,17 +123,11 @@ def test_the_shell_in_pods_is_right_and_calls_rlctl_as_it_is(tmp_path: Path) -> 
     assert (command, spec) == ("train", "rlctl-quickstart.toml")
     known = {name for parameter in get_command(app).commands["train"].params for name in parameter.opts}  # type: ignore[attr-defined]
     assert {word for word in options if word.startswith("--")} <= known
-
-
-def test_a_run_on_the_claim_is_resumed(tmp_path: Path) -> None:
-    _, file = written(tmp_path, "quickstart")
-    command = container_of(jobs_in(file)["driver"])["command"]
-    first = told_by(command, tmp_path)
-    run = Path(first[first.index("--run-dir") + 1])
-    assert "--resume" not in first
+    run = Path(options[options.index("--run-dir") + 1])
     run.mkdir(parents=True)
     (run / "resolved.json").touch()  # `RunDir.resolved`
-    assert told_by(command, tmp_path) == [*first, "--resume"]
+    again = told_by(container_of(jobs_in(file)["driver"])["command"], tmp_path)
+    assert again == [command, spec, *options, "--resume"], "a run on the claim is resumed"
 
 
 @pytest.mark.parametrize("spec_name", ["My run.toml", "7b.toml", f"{'x' * 80}.toml", "_._.toml"])

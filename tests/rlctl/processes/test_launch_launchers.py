@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,14 +9,15 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import warm
 from listeners import listeners
 from probe_groups import SUPPORT, probe_groups, wait_until
 from running import preset, rlctl
@@ -62,26 +62,22 @@ def probe_plan(launcher: str, **section: Any) -> RolePlan:
     return replace(role, env={**role.env, "PYTHONPATH": f"{package_root()}{os.pathsep}{SUPPORT}"})
 
 
-@cache
-def own_port() -> int:
-    """A port that nobody else on this machine is given, for it is bound, and where torch's stores may listen all the
-    same."""
-    HELD.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    HELD.bind(("127.0.0.1", 0))
-    return int(HELD.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else on this machine is given, for it is bound, and where torch's stores may listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
-HELD = socket.socket()
-
-
-def on_two_nodes(launcher: str) -> RolePlan:
+def on_two_nodes(name: str, port: int = 29400, **section: Any) -> RolePlan:
     """Both nodes are this machine; the second one's remote shell is a plain `sh`."""
-    made = make(
-        actor={"processes": 2, "launcher": launcher, "nodes": 2},
-        cluster={"hostfile": str(Path(__file__).parent / "two.hosts"), "address": "127.0.0.1", "port": own_port()},
-    ).role("actor")
+    hosts = str(Path(__file__).parent / "two.hosts")
+    cluster = {"hostfile": hosts, "address": "127.0.0.1", "port": port}
+    made = make(**{name: {"nodes": 2, **section}}, cluster=cluster).role(name)
     (there,) = made.remote
-    env = {**made.env, "PYTHONPATH": probe_plan(launcher).env["PYTHONPATH"]}
+    env = {**made.env, "PYTHONPATH": probe_plan("torchrun").env["PYTHONPATH"]}
     return replace(made, env=env, remote=(replace(there, shell=("sh",), env=env),))
 
 
@@ -122,6 +118,19 @@ def test_deepspeed_starts_ranks_and_a_death_ends_them_all(tmp_path: Path) -> Non
     assert (tmp_path / "actor" / "rank1.log").exists()
 
 
+def test_strangers_reach_loopback_alone_and_change_nothing_there(tmp_path: Path) -> None:
+    """The driver, torchrun's agent, gloo."""
+    before, plan = set(listeners()), probe_plan("torchrun")
+    with warm.children(), probe_groups(tmp_path, plan, module="peer_role", factory="gloo") as groups:
+
+        def sums() -> list[float]:
+            return [answer.body["total"] for answer in groups["actor"].call(Verb.PING)]
+
+        assert sums() == [4.0, 4.0]
+        assert disturb_all(before, tmp_path, at_least=3) == 0, "torch's store listens, although nobody needs it"
+        assert sums() == [4.0, 4.0]
+
+
 @pytest.mark.usefixtures("srun")
 def test_srun_gives_ranks_their_places_and_devices(tmp_path: Path) -> None:
     with probe_groups(tmp_path, probe_plan("srun", devices=[2, 3])) as groups:
@@ -130,10 +139,12 @@ def test_srun_gives_ranks_their_places_and_devices(tmp_path: Path) -> None:
         assert [answer.body["env"]["CUDA_VISIBLE_DEVICES"] for answer in seen] == ["2", "3"]
 
 
-def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_node_strangers_and_the_death_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
     monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
     before = set(listeners())
-    with probe_groups(tmp_path, on_two_nodes("torchrun")) as groups:
+    with probe_groups(tmp_path, on_two_nodes("actor", port, processes=2, launcher="torchrun")) as groups:
         check_places(places(groups), ["0", "0"], "1")
         assert wait_until(lambda: disturb_all(before, tmp_path, at_least=2) == 1), "the store of torchrun's agents"
         check_places(places(groups), ["0", "0"], "1")
@@ -142,22 +153,11 @@ def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path, monke
         assert (caught.value.rank, caught.value.host) == (1, "second")
 
 
-def replicas_on_two_nodes() -> RolePlan:
-    """Two here and two on a node that is this machine too, behind a plain `sh`."""
-    made = make(
-        rollout={"processes": 4, "nodes": 2},
-        cluster={"hostfile": str(Path(__file__).parent / "two.hosts"), "address": "127.0.0.1"},
-    ).role("rollout")
-    (there,) = made.remote
-    env = {**made.env, "PYTHONPATH": probe_plan("python").env["PYTHONPATH"]}
-    return replace(made, env=env, remote=(replace(there, shell=("sh",), env=env),))
-
-
 def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
-    with probe_groups(tmp_path, replicas_on_two_nodes()) as groups:
+    with probe_groups(tmp_path, on_two_nodes("rollout", processes=4)) as groups:
         rollout = groups["rollout"]
         said: list[Evidence] = []
         groups.ranks.allow_restarts(RestartPolicy("rollout", 3, said.append))
@@ -186,7 +186,7 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connect
 
 
 def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, replicas_on_two_nodes()) as groups:
+    with probe_groups(tmp_path, on_two_nodes("rollout", processes=4)) as groups:
         pids = [answer.body["pid"] for answer in groups["rollout"].call(Verb.PING)]
         for pid in pids[2:]:
             os.kill(pid, signal.SIGSTOP)
@@ -299,19 +299,3 @@ def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
     (run / "resolved.json").touch()  # `RunDir.resolved`
     assert "--resume" not in told_by(script, tmp_path, ["n0"])
     assert "--resume" in told_by(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")
-
-
-def test_the_dry_run_names_every_host(tmp_path: Path) -> None:
-    spec = preset("quickstart", tmp_path)
-    (tmp_path / "hosts").write_text("one slots=2\ntwo slots=2\n")
-    with spec.open("a") as file:
-        file.write('\n[cluster]\nhostfile = "hosts"\n')
-    far = ("--set", "actor.nodes=2", "--set", "actor.processes=4", "--set", "actor.launcher=torchrun")
-    done = rlctl("train", spec, *far, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "node 0   this host, ranks 0 to 1" in done.stdout
-    assert "node 1   two, ranks 2 to 3, through: ssh -o BatchMode=yes " in done.stdout
-    assert "--rdzv-endpoint '{address}:29400' --nnodes 2 --rdzv-conf node=1" in done.stdout
-    checked = rlctl("check-config", spec, *far, "--json")
-    assert checked.returncode == 0, checked.stderr
-    assert json.loads(checked.stdout)["roles"]["actor"]["nodes"] == 2

@@ -27,29 +27,17 @@ def _no_devices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_cores_are_shared_out_by_process() -> None:
-    made = plan(8, actor={"processes": 2}, rollout={"processes": 16}, reward={"processes": 1})
-    assert [(role.role, role.threads) for role in made.roles] == [
-        ("data", 1),
-        ("reward", 1),
-        ("rollout", 1),
-        ("actor", 4),
-    ]
-    assert made.role("actor").env["OMP_NUM_THREADS"] == made.role("actor").env["MKL_NUM_THREADS"] == "4"
-    assert plan(8, actor={"threads": 3}).role("actor").threads == 3
+def test_cores_are_shared_out_by_process_and_by_roles_that_work_at_the_same_time() -> None:
+    def threads(**sections: Any) -> list[int]:
+        return [role.threads for role in plan(8, **sections).roles]  # data, reward, rollout, actor
 
-
-def test_roles_that_work_at_the_same_time_share_the_cores() -> None:
-    made = plan(8, rollout={"max_staleness": 1, "processes": 2})
-    assert [(role.role, role.threads) for role in made.roles] == [
-        ("data", 1),
-        ("reward", 1),
-        ("rollout", 2),
-        ("actor", 4),
-    ]
+    assert threads(actor={"processes": 2}, rollout={"processes": 16}) == [1, 1, 1, 4]
+    assert threads(actor={"threads": 3}) == [1, 1, 8, 3]
+    assert threads(rollout={"max_staleness": 1, "processes": 2}) == [1, 1, 2, 4]
+    assert threads(actor={"devices": [0]}, rollout={"max_staleness": 1}) == [1, 1, 8, 8], "the actor computes elsewhere"
     assert plan(1, rollout={"max_staleness": 1}).role("actor").threads == 1
-    apart = plan(8, actor={"devices": [0]}, rollout={"max_staleness": 1})
-    assert (apart.role("actor").threads, apart.role("rollout").threads) == (8, 8), "the actor computes elsewhere"
+    env = plan(8, actor={"processes": 2}).role("actor").env
+    assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "4"
 
 
 def test_commands() -> None:

@@ -16,70 +16,20 @@ RANK: Place = ("rollout", 1)
 ENDED = Evidence(*RANK, Cause.ENDED, "it ended")
 
 
-def start() -> RankStates:
+def ranks_in(state: RankState) -> RankStates:
+    """Two ranks; the second is in this state, and the first runs unless both start."""
     ranks = RankStates()
     ranks.started("rollout", 2)
+    ranks._states = {("rollout", 0): S.STARTING if state is S.STARTING else S.RUNNING, RANK: state}
+    if state is S.FAILING:
+        ranks._failing[RANK] = ENDED, 0.0
     return ranks
 
 
-def run() -> RankStates:
-    ranks = start()
-    for rank in range(2):
-        ranks.joined(("rollout", rank))
+def ranks_that_run(policy: RestartPolicy | None = None) -> RankStates:
+    ranks = ranks_in(S.RUNNING)
+    ranks.allow_restarts(policy or RestartPolicy("rollout", 3))
     return ranks
-
-
-def leave() -> RankStates:
-    ranks = run()
-    ranks.allow_restarts(RestartPolicy("rollout", 3))
-    assert ranks.fail(ENDED)
-    return ranks
-
-
-def lose() -> RankStates:
-    ranks = leave()
-    assert ranks.newly_failed() == [ENDED]
-    return ranks
-
-
-def drop() -> RankStates:
-    ranks = run()
-    ranks.allow_restarts(RestartPolicy("rollout", 0, least=1))
-    assert ranks.fail(ENDED)
-    assert ranks.newly_failed() == [ENDED]
-    return ranks
-
-
-def restart() -> RankStates:
-    ranks = lose()
-    assert ranks.begin_restart("rollout") == [1]
-    return ranks
-
-
-def late() -> RankStates:
-    ranks = start()
-    ranks.joined(("rollout", 0))
-    ranks.allow_restarts(RestartPolicy("rollout", 0, least=1))
-    assert ranks.let_be_late(RANK)
-    return ranks
-
-
-def take_in() -> RankStates:
-    ranks = late()
-    ranks.begin_joining("rollout", [1])
-    return ranks
-
-
-def go() -> RankStates:
-    ranks = run()
-    assert not ranks.fail(ENDED)
-    return ranks
-
-
-WAYS = {
-    **{S.STARTING: start, S.RUNNING: run, S.FAILING: leave, S.FAILED: lose},
-    **{S.RESTARTING: restart, S.DROPPED: drop, S.FATAL: go, S.LATE: late, S.JOINING: take_in},
-}
 
 
 REPORTS = {
@@ -128,7 +78,7 @@ MOVES = {
 
 @pytest.mark.parametrize(("state", "report"), list(itertools.product(S, REPORTS)))
 def test_what_a_report_leads_to(state: RankState, report: str) -> None:
-    ranks = WAYS[state]()
+    ranks = ranks_in(state)
     ranks.allow_restarts(RestartPolicy("rollout", 3))
     REPORTS[report](ranks)
     assert ranks[RANK] is MOVES.get((state, report), state)
@@ -168,8 +118,7 @@ def test_a_run_begins_without_some_as_long_as_enough_come() -> None:
     ],
 )
 def test_who_is_dropped(cause: Cause, far: set[int], limit: int, least: int | None, after: RankState) -> None:
-    ranks = run()
-    ranks.allow_restarts(RestartPolicy("rollout", limit, least=least, far=frozenset(far)))
+    ranks = ranks_that_run(RestartPolicy("rollout", limit, least=least, far=frozenset(far)))
     ranks.fail(Evidence(*RANK, cause, ""))
     ranks.newly_failed()
     assert ranks[RANK] is after
@@ -178,8 +127,7 @@ def test_who_is_dropped(cause: Cause, far: set[int], limit: int, least: int | No
 
 @pytest.mark.parametrize("policy", [RestartPolicy(), RestartPolicy("actor", 3), RestartPolicy("rollout", 0)])
 def test_a_rank_that_may_not_be_restarted_is_gone(policy: RestartPolicy) -> None:
-    ranks = run()
-    ranks.allow_restarts(policy)
+    ranks = ranks_that_run(policy)
     assert not ranks.fail(Evidence(*RANK, Cause.ENGINE_DIED, ""))
     assert ranks[RANK] is S.RUNNING, "its process lives, and can be asked to leave"
     assert not ranks.fail(ENDED)
@@ -188,7 +136,9 @@ def test_a_rank_that_may_not_be_restarted_is_gone(policy: RestartPolicy) -> None
 
 
 def test_restarts_are_counted_and_run_out() -> None:
-    ranks = lose()
+    ranks = ranks_that_run()
+    ranks.fail(ENDED)
+    assert ranks.newly_failed() == [ENDED]
     other = Evidence("rollout", 0, Cause.SILENT, "")
     assert ranks.fail(other, grace_s=60)
     assert (ranks.restarts_used("rollout"), ranks.restarts["rollout"], ranks.newly_failed()) == (2, 0, []), (
