@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.check.findings import Findings, examine, not_here
+from rlctl.check.findings import Findings, examine, notes_of
 from rlctl.check.meaning import as_dict
 from rlctl.processes.placement import Plan
-from specs.errors import NotHere, SpecError
+from specs.errors import SpecError
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 
@@ -60,8 +60,8 @@ def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: L
     problems, warnings = probe_problems(spec, found)
     notes = findings.notes
     if findings.elsewhere:
-        notes = [*notes, *(not_here(one) for one in (*problems, *warnings) if isinstance(one, NotHere))]
-        problems, warnings = ([one for one in all_ if not isinstance(one, NotHere)] for all_ in (problems, warnings))
+        problems, notes = notes_of(problems, notes)
+        warnings, notes = notes_of(warnings, notes)
     known = {(problem.key, problem.message) for problem in findings.warnings}
     new = [problem for problem in warnings if (problem.key, problem.message) not in known]
     return replace(findings, problems=problems, warnings=[*findings.warnings, *new], notes=notes, probe=found)

@@ -9,13 +9,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlctl.check.findings import not_here
+from rlctl.check.findings import notes_of
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import RolePlan, make_plan
 from rlctl.show.problems import print_problems
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted
-from specs.errors import Problem, SpecError
+from specs.errors import SpecError
 from specs.load.load import load_spec
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import TrainTable, engine_of
@@ -36,11 +36,11 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes: list[str] = []
     spec = load_spec(spec_path, overrides, notes.append)
     spec_dir = spec_path.absolute().parent
-    of_here: list[Problem] = []
-    errors, warnings = file_problems(spec, spec_dir, elsewhere=True, notes=of_here if elsewhere else None)
-    notes += [not_here(problem) for problem in of_here]
+    errors, warnings = file_problems(spec, spec_dir, elsewhere=True)
     if errors:
         raise SpecError(errors)
+    if elsewhere:
+        warnings, notes = notes_of(warnings, notes)
     plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     for role in plan.roles:
         print("\n".join([*describe(role), *_library_configs(spec, role)]) + "\n")

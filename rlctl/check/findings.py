@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from rlctl.memory.fit import fit_problems
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.show.text_format import counted
-from specs.errors import Problem, SpecError
+from specs.errors import NotHere, Problem, SpecError
 from specs.load.load import parse
 from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_warnings
@@ -56,10 +56,12 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes = [str(dropped) for dropped in parsed.dropped]
     if spec is None:
         return Findings(parsed.problems, notes=notes, elsewhere=elsewhere)
-    of_here: list[Problem] = []  # what this machine lacks, and the run may have
-    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere, notes=of_here if elsewhere else None)
-    called = call_functions(spec, spec_dir, {problem.key for problem in [*problems, *of_here]})
-    problems, notes = [*problems, *called.errors], [*notes, *map(not_here, of_here)]
+    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)
+    lacking = [one for one in warnings if isinstance(one, NotHere)]
+    called = call_functions(spec, spec_dir, {problem.key for problem in [*problems, *lacking]})
+    problems = [*problems, *called.errors]
+    if elsewhere:
+        warnings, notes = notes_of(warnings, notes)
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes, elsewhere=elsewhere)
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
@@ -72,9 +74,12 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     return Findings([*problems, *too_large], warnings, notes, spec, plan, calls=called.calls, elsewhere=elsewhere)
 
 
-def not_here(problem: Problem) -> str:
-    """Write what this machine lacks for a run on another one as a note: there is nothing to do about it here."""
-    return f"not on this machine: {replace(problem, hint='')}"
+def notes_of(problems: Iterable[Problem], notes: list[str]) -> tuple[list[Problem], list[str]]:
+    """Make notes of what this machine lacks for a run on another one: there is nothing to do about it here. Return the
+    other problems, and the notes."""
+    found = list(problems)
+    lacking = [f"not on this machine: {replace(one, hint='')}" for one in found if isinstance(one, NotHere)]
+    return [one for one in found if not isinstance(one, NotHere)], [*notes, *lacking]
 
 
 def _run_dir(spec: Spec) -> list[Problem]:

@@ -40,21 +40,14 @@ _NO_GPU = "leave it out to run on the CPU; of a run elsewhere, `check-config --t
 
 
 def file_problems(
-    spec: Spec,
-    spec_dir: Path,
-    *,
-    starting: bool = False,
-    elsewhere: bool = False,
-    run_dir: Path | None = None,
-    notes: list[Problem] | None = None,
+    spec: Spec, spec_dir: Path, *, starting: bool = False, elsewhere: bool = False, run_dir: Path | None = None
 ) -> tuple[list[Problem], list[Problem]]:
     """Return errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`:
     where the run writes, when it is not where the spec says.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
-    Interpreters, engines, launchers and judges' keys that it lacks are errors unless the run is to start `elsewhere`.
-    What it lacks then goes to `notes`, or without them to the warnings. Judges are asked whether they answer when
-    `starting` a run alone.
+    Interpreters, engines, launchers and judges' keys that it lacks are errors; when the run is to start `elsewhere`,
+    all that it lacks is a warning, `NotHere`. Judges are asked whether they answer when `starting` a run alone.
     """
     errors, warnings, config = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
@@ -63,19 +56,19 @@ def file_problems(
     warnings += data_warnings
     lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()), *key_problems(spec)]
     lacking += _new(choice_problems(spec, spec_dir), errors)
-    of_here = warnings if notes is None else notes
-    (of_here if elsewhere else errors).extend(lacking)
-    (errors if starting else of_here if elsewhere else warnings).extend(_devices(spec))
-    errors += address_problems(spec) if starting and not errors else []
+    if elsewhere:
+        lacking = [NotHere(one.key, one.message, one.hint, one.value) for one in [*lacking, *_devices(spec)]]
+    else:
+        (errors if starting else warnings).extend(_devices(spec))
+    errors += [*lacking, *(address_problems(spec) if starting and not [*errors, *lacking] else [])]
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     where = run_dir or spec.run.place
     machine_errors, machine_warnings = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
-    errors, warnings = [*errors, *machine_errors], [*warnings, *machine_warnings]
-    if elsewhere and notes is not None:
-        notes += [problem for problem in (*errors, *warnings) if isinstance(problem, NotHere)]
-        errors, warnings = ([one for one in found if not isinstance(one, NotHere)] for found in (errors, warnings))
-        notes[:] = with_values(spec, notes)
-    return with_values(spec, errors), with_values(spec, warnings)
+    errors, warnings = with_values(spec, [*errors, *machine_errors]), with_values(spec, [*warnings, *machine_warnings])
+    if elsewhere:
+        warnings += [problem for problem in errors if isinstance(problem, NotHere)]
+        errors = [problem for problem in errors if not isinstance(problem, NotHere)]
+    return errors, warnings
 
 
 def _new(found: Iterable[Problem], known: Sequence[Problem]) -> list[Problem]:

@@ -161,7 +161,8 @@ def _missing(role: RoleName, section: RoleSection, path: str) -> Problem | None:
     kind, install = _own_environment(section), f"{path or sys.executable} -m pip install {' '.join(missing)}"
     names = ", ".join(missing)
     if not {*missing} & {*of_roles, *of_engine}:
-        hint = f'set {role}.launcher = "torchrun", for torchrun starts every engine too, or {install}'
+        get = install if path else f"rlctl setup-engine {names} adds it"
+        hint = f'set {role}.launcher = "torchrun", for torchrun starts every engine too, or {get}'
         return Problem(f"{role}.launcher", f"{names} is not installed{f' in {path}' if path else ''}", hint)
     if path:
         others = (table for table in (*TRAIN_TABLES, *ROLLOUT_TABLES) if table is not type(engine))
