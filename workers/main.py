@@ -76,8 +76,8 @@ def _adopt_slurm_place() -> None:
 
 
 def place_from_env() -> tuple[int, Rank]:
-    """Index among the role's processes, and place in the group that computes together. For independent replicas the
-    variables of a launcher that counts them as one group are put right, so that no engine takes them for one."""
+    """Return the index among the role's processes, and the place in the group that computes together. Independent
+    replicas lose the variables of a launcher that counts them as one group, so that no engine takes them for one."""
     env = os.environ
     index = int(env.get("RLCTL_RANK", env.get("RANK", "0")))
     size = int(env.get("RLCTL_SIZE", env.get("WORLD_SIZE", "1")))
@@ -131,8 +131,8 @@ def _follow_the_driver(role: str, index: int) -> None:
 
 
 def _see_own_device(local_rank: int) -> None:
-    """Leaves visible only this rank's share of the role's GPUs on this host: to every engine they count from 0. The
-    share is one GPU, or those that a replica is cut across."""
+    """Leave visible only this rank's share of the role's GPUs on this host: to every engine they count from 0. The
+    share is one GPU, or those that a replica is split across."""
     if (asked := os.environ.get("RLCTL_DEVICES")) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = asked
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
@@ -143,7 +143,7 @@ def _see_own_device(local_rank: int) -> None:
 
 
 def _use_interface_of_group(rank: Rank) -> None:
-    """Ranks on several hosts meet on the network that leads to the first of them, not where the host's name points."""
+    """Have ranks on several hosts meet on the network that leads to the first, not where the host's name points."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
     if local_size == rank.world_size or not (interface := interface_towards(os.environ.get("MASTER_ADDR", ""))):
         return
@@ -152,7 +152,7 @@ def _use_interface_of_group(rank: Rank) -> None:
 
 
 def _record_collectives(rank: Rank) -> None:
-    """Before torch is imported: it reads these when it records the first one."""
+    """Set torch's variables for recording collectives, before it is imported."""
     folder = os.environ.get("RLCTL_DUMP_DIR")
     if folder and rank.world_size > 1:
         for name, value in flight_recorder.environment(Path(folder)).items():

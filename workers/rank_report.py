@@ -25,7 +25,7 @@ def _versions() -> dict[str, str]:
 
 
 def as_built(role: str, rank: Rank, *, engine: str, device: str, model: ModelBuilt | None) -> AsBuilt:
-    """This rank's report; `model` is what the engine read back from its layers."""
+    """Return this rank's report; `model` is what the engine read back from its layers."""
     return AsBuilt(
         role=role,
         rank=rank.rank,

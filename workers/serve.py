@@ -49,7 +49,7 @@ TypedHandler = Callable[[Request[Any], Emit], Reply]
 
 
 def typed(handlers: Mapping[Verb, TypedHandler], own: Mapping[Verb, type[BaseModel]] | None = None) -> Handlers:
-    """Handlers that get a checked body. `own` names the body class for verbs that differ by role. A body
+    """Return handlers that get a checked body. `own` names the body class for verbs that differ by role. A body
     that is not of its class raises ChannelError before the handler is called."""
     return {verb: _typed(handler, _shape(verb, (own or {}).get(verb))) for verb, handler in handlers.items()}
 
@@ -125,7 +125,7 @@ _NOTHING = typed({Verb.PING: _nothing, Verb.CLOSE: _nothing})
 
 
 def error_message(error: BaseException, call: Message | None = None) -> Message:
-    """The ERROR message of an exception, with its typed cause. Its whole traceback also goes to the log."""
+    """Return the ERROR message of an exception, with its typed cause. Write its whole traceback to the log."""
     text = "".join(traceback.format_exception(error))
     with suppress(OSError):  # on a full disk the log cannot be written, but the error must still be sent
         print(text, file=sys.stderr, end="", flush=True)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 EXIT_ORPHANED = 75
@@ -44,7 +45,7 @@ def watch_process(pid: int) -> threading.Thread:
 
 
 def pids_marked(variable: str) -> list[int]:
-    """Other processes that were started with `NAME=value` in their environment (Linux).
+    """Return other processes that were started with `NAME=value` in their environment (Linux).
 
     One that is in the middle of `exec` has none for a moment, and is not seen.
     """
@@ -76,7 +77,7 @@ def kill_marked(variable: str, timeout_s: float) -> list[int]:
 
 
 def _running_since(pid: int) -> str:
-    """When a process started, which tells it from a later one of its number; empty when it has ended."""
+    """Return when a process started, which tells it from a later one of its number; empty when it has ended."""
     try:
         state, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -108,17 +109,13 @@ def _environ_of(pid: int) -> bytes:
 
 def signal_group(leader: int, number: signal.Signals) -> None:
     """Signal a process group, also after its leader's end: its children may live. One that is gone is left alone."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _wait_then_exit(pid: int) -> None:
@@ -128,28 +125,13 @@ def _wait_then_exit(pid: int) -> None:
 
 
 def _wait_gone(pid: int) -> None:
-    if hasattr(os, "pidfd_open"):
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        except OSError:
-            pass  # an old kernel, or a sandbox that forbids pidfd_open: poll
-        else:
-            select.select([handle], [], [])
-            return
-    while _exists(pid):
-        time.sleep(_POLL_S)
-
-
-def _exists(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        select.select([os.pidfd_open(pid)], [], [])
+    except (OSError, AttributeError):  # it is gone, or the system is old, or a sandbox forbids pidfd_open
+        with suppress(ProcessLookupError):
+            while True:
+                os.kill(pid, 0)
+                time.sleep(_POLL_S)
 
 
 def _prctl(option: int, value: int) -> None:

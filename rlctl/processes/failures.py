@@ -56,7 +56,7 @@ class Evidence:
 
     @property
     def permanent(self) -> bool:
-        """The rank is gone for good, not only this verb."""
+        """Return whether the rank is gone for good, not only this verb."""
         return self.cause in (Cause.ENDED, Cause.SILENT)
 
     @property

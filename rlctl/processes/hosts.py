@@ -1,4 +1,4 @@
-"""Other hosts, before a run starts anything on them: this host's address for them, and whether each can do its part."""
+"""Prepare for other hosts before a run starts: this host's address for them, and whether each can do its part."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
 
 
 def _own_address(spec: Spec, spec_dir: Path) -> str:
-    """This host's IPv4 address for the others: `cluster.address`, else the one on the way to the first of them."""
+    """Return this host's IPv4 address for the others: `cluster.address`, else the one on the way to the first."""
     cluster = spec.cluster or ClusterSection()
     target, key = cluster.address, "cluster.address"
     try:
@@ -91,7 +91,7 @@ def _own_address(spec: Spec, spec_dir: Path) -> str:
 
 
 def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
-    """srun works inside a SLURM job, from its first host, on as many hosts as the job has."""
+    """Raise SpecError where srun cannot work: it needs a SLURM job with as many hosts as the spec asks for."""
     roles = [name for name in spec.roles if spec.role(name).launcher == "srun"]
     if not roles:
         return
@@ -128,7 +128,7 @@ def _questions(spec: Spec, spec_dir: Path, plan: Plan) -> Questions:
 
 
 def _way_to(host: str) -> str:
-    """This host's address on the way to another; empty where there is none."""
+    """Return this host's address on the way to another; empty where there is none."""
     with suppress(OSError):
         return address_towards(host)
     return ""
@@ -145,15 +145,15 @@ def _files_of(role: RoleName, spec: Spec, spec_dir: Path) -> dict[str, str]:
 
 
 def _written_to(spec: Spec, spec_dir: Path, run_dir: Path) -> list[str]:
-    """Folders that ranks of all hosts write to or read from, as far as they are there already."""
+    """Return the folders that ranks of all hosts write to or read from, as far as they are there already."""
     sent = choose_transport(spec)[0] == "folder" and spec.sync.folder
     folders = [run_dir, *([spec_dir / Path(spec.sync.folder).expanduser()] if sent else [])]
     return [str(_existing(folder)) for folder in folders]
 
 
 def remote_hosts(spec: Spec, plan: Plan, spec_dir: Path) -> list[RemoteHost]:
-    """Every host but this one, once for each interpreter that roles have there. The ranks of `srun` are on the hosts of
-    the job in their order, which a step of one task finds by number."""
+    """Return every host but this one, once for each interpreter that roles have there. The ranks of `srun` are on the
+    hosts of the job in their order, which a step of one task finds by number."""
     found: dict[tuple[int, str], RemoteHost] = {}
     for role in sorted(plan.roles, key=lambda role: role.launcher == "srun"):  # those with hosts by name come first
         hosts = spec.role(role.role).hosts
@@ -173,7 +173,7 @@ def remote_hosts(spec: Spec, plan: Plan, spec_dir: Path) -> list[RemoteHost]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists: a run directory is made when the run starts."""
+    """Return the folder, or the nearest one above it that exists: a run directory is made when the run starts."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 

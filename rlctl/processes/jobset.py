@@ -1,4 +1,4 @@
-"""A run on Kubernetes: a JobSet manifest (jobset.x-k8s.io/v1alpha2) with a pod for each host of a spec.
+"""Write a run for Kubernetes: a JobSet manifest (jobset.x-k8s.io/v1alpha2) with a pod for each host of a spec.
 
 The driver's pod is the first host. The others wait in theirs until the driver opens a shell there with `kubectl exec`.
 """
@@ -41,7 +41,7 @@ def manifest_name(spec_file: Path) -> str:
 
 
 def pods_of(spec: Spec) -> list[Pods]:
-    """A spec's hosts as pods, the driver's first. Raises UsageError for a spec that pods cannot run."""
+    """Return a spec's hosts as pods, the driver's first. Raise UsageError for a spec that pods cannot run."""
     sections = spec.sections()
     for role, section in sections:
         if section.launcher == "srun":
@@ -65,7 +65,7 @@ def pods_of(spec: Spec) -> list[Pods]:
 
 
 def job_names(name: str, pods: Sequence[Pods]) -> list[tuple[str, int]]:
-    """Per host, in the spec's order, the Job that JobSet makes for it, and its slots."""
+    """Return per host, in the spec's order, the Job that JobSet makes for it, and its slots."""
     return [(f"{name}-{one.name}-{index}", one.slots) for one in pods for index in range(len(one.hosts))]
 
 

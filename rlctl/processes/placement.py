@@ -75,25 +75,25 @@ class RolePlan:
 
     @property
     def on_each(self) -> int:
-        """Processes on each node."""
+        """Return how many processes are on each node."""
         return max(1, self.processes // self.nodes)
 
     @property
     def here(self) -> tuple[int, ...]:
-        """Ranks on this host, as far as rlctl places them: srun has all."""
+        """Return the ranks on this host, as far as rlctl places them: srun has all."""
         far = {rank for remote in self.remote for rank in self.ranks_of(remote.node_rank)}
         return tuple(rank for rank in range(self.processes) if rank not in far)
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Ranks on node `node` of the role."""
+        """Return the ranks on node `node` of the role."""
         return tuple(range(node * self.on_each, (node + 1) * self.on_each))
 
     def remote_of(self, rank: int) -> RemoteNode | None:
-        """The other host that a rank is planned on. None: this host, or one that srun picks."""
+        """Return the other host that a rank is planned on. None: this host, or one that srun picks."""
         return next((remote for remote in self.remote if remote.node_rank == rank // self.on_each), None)
 
     def host_of(self, rank: int) -> str:
-        """Name of the other host that a rank is planned on; empty: this host, or one that srun picks."""
+        """Return the name of the other host that a rank is planned on; empty: this host, or one that srun picks."""
         remote = self.remote_of(rank)
         return remote.host if remote else ""
 
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Other hosts that processes are started on through the remote shell, each once."""
+        """Return the other hosts that processes are started on through the remote shell, each once."""
         return tuple(dict.fromkeys(remote.host for role in self.roles for remote in role.remote))
 
     def role(self, name: str) -> RolePlan:
@@ -136,7 +136,7 @@ def make_plan(
 
 
 def usable_cores() -> int:
-    """Cores this process may use: RLCTL_CPU_CORES, else its affinity, cut to a container's quota."""
+    """Return the cores this process may use: RLCTL_CPU_CORES, else its affinity, limited to a container's quota."""
     if asked := os.environ.get("RLCTL_CPU_CORES"):
         if not asked.isdecimal() or int(asked) == 0:
             hint = "unset it to use every core"
@@ -151,7 +151,7 @@ def usable_cores() -> int:
 
 
 def package_root() -> Path:
-    """The folder that holds rlctl, specs, workers and backends."""
+    """Return the folder that holds rlctl, specs, workers and backends."""
     return Path(__file__).resolve().parents[2]
 
 
@@ -201,8 +201,8 @@ class _Planner:
         )
 
     def _kept_on_loopback(self, name: RoleName, section: RoleSection) -> tuple[str, ...]:
-        """Variables that are to name the loopback interface: by default gloo listens where the host's name points, NCCL
-        at the first interface. NCCL's holds for every group of a process, also one with ranks on other hosts."""
+        """Return the variables that name the loopback interface: by default gloo listens where the host's name points,
+        NCCL at the first interface. NCCL's holds for every group of a process, also with ranks on other hosts."""
         if not (ROLES[name].holds_model and _has_loopback_interface()):
             return ()
         if not self.address:
@@ -216,7 +216,7 @@ class _Planner:
         return Rendezvous(self.address, self.cluster.port + together.index(name))
 
     def _hosts(self, section: RoleSection) -> list[str]:
-        """A host per command that starts the role; srun starts all nodes with one."""
+        """Return a host per command that starts the role; srun starts all nodes with one."""
         if not section.leaves_host or section.launcher == "srun":
             return ["localhost"]
         names = [host.name for host in self.hosts[section.hosts.start : section.hosts.stop]]
@@ -263,7 +263,7 @@ def _command(
 
 
 def _world_info(section: RoleSection, role: RoleName, hosts: list[str]) -> str:
-    """DeepSpeed's table host → GPU numbers, as its launcher takes it; on CPU the numbers only count processes."""
+    """Return DeepSpeed's table host → GPU numbers for its launcher; on CPU the numbers only count processes."""
     elsewhere: list[str] = [str(number) for number in section.devices or range(section.processes // section.nodes)]
     here = [_visible(device, role) for device in section.devices] or elsewhere
     table = {host: elsewhere for host in hosts} | {hosts[0]: here}
@@ -301,7 +301,7 @@ def _environment(
 
 
 def _without_expandable_segments() -> dict[str, str]:
-    """Variables of this process that ask torch for memory which another process may not be able to map."""
+    """Return allocator variables of this process without what keeps another process from mapping its memory."""
     changed = {}
     for name in ALLOCATOR_VARIABLES:
         options = [option.strip() for option in os.environ.get(name, "").split(",")]
@@ -312,7 +312,7 @@ def _without_expandable_segments() -> dict[str, str]:
 
 
 def _visible(device: int, role: RoleName) -> str:
-    """GPU numbers count what this process sees: where a scheduler handed out GPUs 4 and 5, device 0 is GPU 4."""
+    """Return a GPU's number among those that this process sees: where a scheduler gave it 4 and 5, device 0 is 4."""
     outer = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not outer:
         return str(device)

@@ -24,12 +24,12 @@ from workers.grading.reward_sources import read_sources
 
 
 def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:
-    """The folder or hub id that each role reads."""
+    """Return the folder or hub id that each role reads."""
     return {role: str(resolve_model(spec.model_path(role), spec_dir)) for role in spec.roles}
 
 
 def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName, dict[str, Any]]:
-    """Body of the `build` verb for every role of the run."""
+    """Return the body of the `build` verb for every role of the run."""
     paths = model_paths(spec, spec_dir)
     configs: dict[RoleName, TrainConfig | RolloutConfig | DataConfig | RewardConfig] = {
         DATA: _data(spec, paths[DATA], spec_dir),
@@ -120,7 +120,7 @@ def eval_source(one: Evaluation) -> EvalSource:
 
 
 def _score_text(spec: Spec, paths: Mapping[RoleName, str]) -> ScoreText | None:
-    """How samples become tokens of the run's reward model."""
+    """Return how samples become tokens of the run's reward model."""
     if not spec.needs_reward_model:
         return None
     return ScoreText(
