@@ -12,7 +12,7 @@ from pathlib import Path
 from backends import activity
 from backends.protocol import Rank
 from backends.weights import lost_peers
-from specs.errors import DataError, PeerGone, SamplerDied
+from specs.errors import DataError, PeerGone
 from specs.wire.messages import Message, Verb
 from workers.serve import Emit, Handler, Reply
 
@@ -91,8 +91,6 @@ def _misbehave(body: Mapping[str, object]) -> None:
             raise ValueError("seven is not a number")
         case "raise known":
             raise DataError("row 3 has no prompt", hint="drop it")
-        case "raise died":
-            raise SamplerDied("the server behind it ended")
         case "wait for a peer":
             while True:
                 lost_peers.check("the other rank")
@@ -103,13 +101,8 @@ def _misbehave(body: Mapping[str, object]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(3)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
         case "hang":
             time.sleep(600)
-        case "spin":
-            while True:
-                pass
         case "hang in native code":  # the first lets other threads run, the second does not
             ctypes.CDLL(None).sleep(600)
         case "hold the lock":

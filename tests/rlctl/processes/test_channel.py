@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import zmq
@@ -159,18 +159,11 @@ def _echo_times(hub: Hub, link: Link, done: Callable[[], bool]) -> list[float]:
 
 def _join(hub: Hub, rank: int = 0) -> Link:
     link = Link(_dial(hub, rank))
-    _while_pumping(hub, lambda: link.connect(20))
+    link.connect(20)  # the hub's second thread answers
     event = _next(hub, Joined)
     assert isinstance(event, Joined)
     assert (event.member.role, event.member.rank, event.member.pid) == ("actor", rank, os.getpid())
     return link
-
-
-def _while_pumping(hub: Hub, work: object) -> None:
-    """The hub's second thread answers handshakes while the first does something else."""
-    assert callable(work)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(work).result(timeout=120)
 
 
 def _next(hub: Hub, kind: type[Event]) -> Event:
@@ -186,20 +179,16 @@ def _next(hub: Hub, kind: type[Event]) -> Event:
     return seen[-1]
 
 
-class _connection:
-    """A raw connection with the run's keys: `ask` sends anything and returns the driver's reply."""
+@contextmanager
+def _connection(hub: Hub) -> Iterator[Callable[[Message | list[bytes]], Message]]:
+    """A raw connection with the run's keys: gives what sends anything and returns the driver's reply."""
+    context = zmq.Context()
+    dealer = _dealer(hub, context)
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub, self._context = hub, zmq.Context()
-        self._dealer = _dealer(hub, self._context)
+    def ask(what: Message | list[bytes]) -> Message:
+        dealer.send_multipart(what.frames() if isinstance(what, Message) else what)
+        assert wait_until(lambda: hub.next(0) is None and dealer.poll(10))
+        return parse(dealer.recv_multipart())
 
-    def __enter__(self) -> _connection:
-        return self
-
-    def __call__(self, what: Message | list[bytes]) -> Message:
-        self._dealer.send_multipart(what.frames() if isinstance(what, Message) else what)
-        assert wait_until(lambda: self._hub.next(0) is None and self._dealer.poll(10))
-        return parse(self._dealer.recv_multipart())
-
-    def __exit__(self, *_: object) -> None:
-        self._context.destroy(linger=0)
+    yield ask
+    context.destroy(linger=0)

@@ -159,6 +159,8 @@ def test_specs_that_pods_cannot_run_are_refused(tmp_path: Path) -> None:
 
 def test_init_writes_both_or_keeps_the_spec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "my.toml"
+    with pytest.raises(UsageError, match='--launcher "mpi"'):
+        init(path, "fake", False, False, "mpi", Machine.here)
     init(path, "fake", False, False, "kubernetes", Machine.here)
     assert capsys.readouterr().out.startswith(f"wrote {path}\nwrote {path.with_suffix('.jobset.yaml')}\n")
     with pytest.raises(UsageError, match=r"my\.jobset\.yaml: exists already"):

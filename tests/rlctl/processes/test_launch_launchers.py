@@ -20,7 +20,7 @@ import pytest
 import warm
 from listeners import listeners
 from probe_groups import SUPPORT, probe_groups, wait_until
-from running import preset, rlctl
+from running import preset
 from strangers import disturb_all
 from test_placement import plan as make
 
@@ -198,18 +198,6 @@ def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path
         assert (caught.value.host, caught.value.log_tail) == ("second", "")
 
 
-def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path) -> None:
-    made = rlctl("init", "my run.toml", "--launcher", "slurm", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    told = told_by(tmp_path / "my run.sbatch", tmp_path, ["n0", "n1", "n2"], "--resume")
-    assert told[:2] == ["train", "my run.toml"]
-    assert "#SBATCH --job-name='my run'\n" in (tmp_path / "my run.sbatch").read_text()
-    assert {"actor.launcher=srun", "actor.nodes=3", "actor.processes=3", "--resume"} <= set(told)
-    again = rlctl("init", "my run.toml", "--force", "--launcher", "mpi", cwd=tmp_path)
-    assert again.returncode == 2
-    assert '--launcher "mpi"' in again.stderr
-
-
 def test_the_batch_script_says_what_the_engine_needs_on_more_hosts(tmp_path: Path) -> None:
     script = write_batch_script(preset("fsdp2-8gpu", tmp_path), force=False).read_text()
     assert (
@@ -270,7 +258,9 @@ def test_replicas_are_on_the_hosts_of_a_job(
         text = text.replace("[reward]\n", "[reward]\nnodes = 2\nprocesses = 2\n", 1)
         spec.write_text(f"{text}\n[cluster]\nhostfile = 'h'\n")
     told = told_by(write_batch_script(spec, force=False), tmp_path, nodes, far=far)
+    assert told[:2] == ["train", "quickstart.toml"]
     overrides = [word for flag, word in pairwise(told) if flag == "--set"]
+    assert "actor.launcher=srun" in overrides
     made = make_plan(load_spec(spec, overrides), tmp_path)
     rollout, actor = made.role("rollout"), made.role("actor")
     assert [node.host for node in rollout.remote] == hosts
