@@ -33,8 +33,6 @@ MODELS: dict[str, dict[str, bytes]] = {
     "org/good": GOOD,
     "org/gated": GOOD,
     "org/cut": {**GOOD, "config.json": TINY["config.json"][:-40]},
-    "org/heads": changed(num_attention_heads=6),
-    "org/short": changed(max_position_embeddings=15),
     "org/pickle": {**TINY, "pytorch_model.bin": b""},
     "org/bare": {name: content for name, content in GOOD.items() if "token" not in name},
     "org/empty": {"README.md": b""},

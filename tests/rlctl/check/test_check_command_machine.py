@@ -21,7 +21,6 @@ from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.machine import checkpoint_bytes
 from rlctl.presets import presets, write_preset
-from rlctl.processes.placement import make_plan
 from specs.load.load import spec_from
 
 
@@ -48,10 +47,7 @@ LORA = {"actor.lora": {}, "model.path": "./model", "model.from_scratch": False}
     [
         ({}, {"needed": False, "loaded": False, "model": "", "why": "algorithm.kl_coef is 0: not loaded"}),
         (KL, {"needed": True, "loaded": True, "model": "builtin:tiny-digits", "why": "the actor's starting weights"}),
-        (
-            {**KL, **LORA},
-            {"needed": True, "loaded": False, "model": "", "why": ADAPTERS_OFF},
-        ),
+        ({**KL, **LORA}, {"needed": True, "loaded": False, "model": "", "why": ADAPTERS_OFF}),
         (
             {**KL, "ref": {"model": "./model", "devices": [2, 3], "processes": 2, "engine": {"kind": "fsdp2"}}},
             {"loaded": True, "model": "./model", "why": "set by ref.model", "engine": "fsdp2", "devices": [2, 3]},
@@ -70,14 +66,6 @@ def test_the_reference_is_named_with_the_reason(
     assert ("ref" in found.spec.roles) == reference["loaded"]
     assert check(spec, (), as_json=False) == 0
     assert f"ref    {wanted['model'] or wanted['why']}" in capsys.readouterr().out
-
-
-def test_a_larger_reference_has_its_own_devices_and_engine(folder: Path) -> None:
-    ref = {"model": "./model", "devices": [2, 3], "processes": 2, "launcher": "torchrun", "engine": {"kind": "fsdp2"}}
-    spec = spec_from(edited(base(), {**KL, "actor.devices": [0], "rollout.devices": [0], "ref": ref}))
-    plan = make_plan(spec, folder)
-    assert (plan.role("ref").devices, plan.role("actor").devices) == ((2, 3), (0,))
-    assert plan.role("ref").env["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 # ── the run directory, ports, disk ────────────────────────────────────────────────────────────────
@@ -111,27 +99,17 @@ def test_a_port_in_use_is_a_warning_and_refuses_a_start(folder: Path, taken_port
     assert file_problems(spec, folder, starting=True)[0] == [warning]
 
 
-@pytest.mark.parametrize(("times", "errors"), [(1.1, 0), (0.9, 1)])
-def test_room_for_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch, times: float, errors: int) -> None:
+@pytest.mark.parametrize("times", [1.1, 0.9])
+def test_room_for_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     spec = spec_from(edited(base(), {"run.steps": 100}))
-    config = json.loads((BUILTIN_FOLDER / "tiny-digits" / "config.json").read_text())
-    each = checkpoint_bytes(spec, config)
+    each = checkpoint_bytes(spec, json.loads((BUILTIN_FOLDER / "tiny-digits" / "config.json").read_text()))
     assert each == 12 * 299_904  # what the quickstart says the tiny model has; weights and two moments in fp32
     usage = shutil.disk_usage(folder)._replace(free=int(3 * each * times))
     monkeypatch.setattr("rlctl.preflight.machine.shutil.disk_usage", lambda _: usage)
-    found = file_problems(spec, folder)
-    assert (len(found[0]), len(found[1])) == (errors, 0)
-    assert all("3 checkpoints of 0.00335 GiB take 0.0101 GiB" in str(problem) for problem in found[0])
-
-
-def test_checkpoints_of_a_run_to_resume_are_there_already(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_from(edited(base(), {"run.steps": 100}))
-    usage = shutil.disk_usage(folder)._replace(free=2 * 12 * 299_904)
-    monkeypatch.setattr("rlctl.preflight.machine.shutil.disk_usage", lambda _: usage)
-    (problem,) = file_problems(spec, folder)[0]
-    assert problem.message.startswith("3 checkpoints of")
-    for step in (5, 10):
-        (folder / "other/checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    errors, warnings = file_problems(spec, folder)
+    assert (len(errors), warnings) == (times < 1, [])
+    assert all("3 checkpoints of 0.00335 GiB take 0.0101 GiB" in str(problem) for problem in errors)
+    (folder / "other/checkpoints/step_000005").mkdir(parents=True)  # those of a run to resume are there already
     assert file_problems(spec, folder, starting=True, run_dir=folder / "other") == ([], [])
 
 
@@ -146,15 +124,10 @@ def test_strict_makes_warnings_errors(folder: Path, capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["warnings"]) == (False, [])
     assert [problem["key"] for problem in found["problems"]] == ["actor.optimizer.lr"]
-    assert found["roles"]
-    (folder / "fine").mkdir()
-    assert check(write_case({}, folder / "fine"), (), as_json=True, strict=True) == 0
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
-def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_gives_no_problem_and_no_warning(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
     spec = folder / "spec.toml"
     write_preset(name, spec, force=False)
@@ -168,12 +141,5 @@ def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
     before = listing(folder)
     found = examine(spec, (), elsewhere=True)
     assert found.problems == []
-    of_this_machine = (
-        "this machine has no NVIDIA driver",
-        "will be downloaded",
-        "no such interpreter",
-        "not installed",
-    )
-    others = [str(one) for one in found.warnings if not any(words in one.message for words in of_this_machine)]
-    assert others == []
+    assert found.warnings == []
     assert listing(folder) == before

@@ -9,22 +9,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from corpus import write_model
 from running import REPO, preset
 from sabotage import SUPPORT
-from safetensors.numpy import save_file
 
 from rlctl.cli import main
-from rlctl.models.model_tensors import tensors_of_config
 
 pytestmark = pytest.mark.slow
 
 TINY = REPO / "specs" / "builtin" / "tiny-digits"
 VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", REPO / ".venv-vllm" / "bin" / "python"))
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm")
-# Qwen2.5-0.5B
-HALF_A_BILLION = {
+HALF_A_BILLION = {  # Qwen2.5-0.5B
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "intermediate_size": 4864,
     "tie_word_embeddings": True, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
@@ -52,16 +49,11 @@ def listing(folder: Path) -> dict[str, float]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
-def half_a_billion(folder: Path) -> Path:
-    """A model folder of that shape, without weights and with a small tokenizer."""
-    shutil.copytree(TINY, folder)
-    (folder / "config.json").write_text(json.dumps(HALF_A_BILLION))
-    return folder
-
-
 def test_a_model_of_half_a_billion_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = preset("quickstart", tmp_path)
-    model = half_a_billion(tmp_path / "model")
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    (model / "config.json").write_text(json.dumps(HALF_A_BILLION))
     before, used = listing(tmp_path), resource.getrusage(resource.RUSAGE_CHILDREN)
     cut = ("actor.engine.kind=fsdp2", "actor.processes=16", "actor.engine.replicate=2", "actor.dtype=bf16")
     code, found, _ = probe(capsys, spec, f"model.path={model}", "algorithm.kl_coef=0.1", *cut, "ref.engine.kind=zero3")
@@ -72,14 +64,9 @@ def test_a_model_of_half_a_billion_parameters(tmp_path: Path, capsys: pytest.Cap
     for role, learns in (("actor", 494_032_768), ("ref", 0), ("rollout", 0)):
         got = roles[role]
         assert got["got"]["path"] == got["model"] == str(model)
-        assert (got["model_class"], got["parameters"], got["trainable_parameters"]) == (
-            "Qwen2ForCausalLM",
-            494_032_768,
-            learns,
-        )
-        assert (got["hidden_size"], got["layers"], got["vocab_size"], got["tied_embeddings"]) == (896, 24, 151936, True)
+        assert got["model_class"] == "Qwen2ForCausalLM"
+        assert (got["parameters"], got["trainable_parameters"]) == (494_032_768, learns)
         assert got["attn_implementation"] == got["asked"]["attn_implementation"] == "sdpa"
-        assert got["attn_function"] == "backends.packed.packed_attention.sdpa_by_layout"
     assert roles["actor"]["got"]["mesh"] == roles["actor"]["asked"]["mesh"] == {"replicate": 2, "shard": 8}
     assert [roles[role]["dtype"] for role in ("actor", "rollout", "ref")] == ["bf16", "bf16", "fp32"]
     assert roles["ref"]["not_seen"] == ["mesh"], "DeepSpeed cuts only when all ranks are there"
@@ -96,15 +83,11 @@ def test_what_differs_is_red_and_refused(tmp_path: Path, capsys: pytest.CaptureF
     (site / "sitecustomize.py").write_text("import sabotage\nsabotage.SABOTAGES['layers']().__enter__()\n")
     spec = preset("quickstart", tmp_path)
     code, found, _ = probe(capsys, spec, f"actor.env.PYTHONPATH={site}{os.pathsep}{SUPPORT}")
-    assert code == 2
-    assert found["ok"] is False
-    said = {problem["key"]: [] for problem in found["problems"]}
-    for problem in found["problems"]:
-        said[problem["key"]].append(problem["message"])
-        assert problem["hint"]
-    assert list(said) == ["actor"]
-    assert "layers: expected 2, built 3" in said["actor"]
-    assert any(message.startswith("parameters: expected 299904, built ") for message in said["actor"])
+    assert (code, found["ok"]) == (2, False)
+    assert all(problem["key"] == "actor" and problem["hint"] for problem in found["problems"])
+    messages = [problem["message"] for problem in found["problems"]]
+    assert "layers: expected 2, built 3" in messages
+    assert any(message.startswith("parameters: expected 299904, built ") for message in messages)
     assert found["roles"]["actor"]["asked"]["layers"] == 2
     assert found["roles"]["actor"]["layers"] == 3
     assert found["roles"]["rollout"]["layers"] == 2
@@ -128,12 +111,6 @@ def test_what_this_machine_lacks_is_a_note_for_a_cluster(tmp_path: Path, capsys:
     assert found["roles"]["actor"]["layers"] == 2
 
 
-def test_what_is_wrong_already_is_not_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found, _ = probe(capsys, preset("quickstart", tmp_path), "actor.micro_batch_tokens=3")
-    assert (code, found["probe"]) == (2, None)
-    assert [problem["key"] for problem in found["problems"]] == ["actor.micro_batch_tokens"]
-
-
 @needs_vllm
 @pytest.mark.usefixtures("warm_children")
 def test_vllm_in_its_own_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,18 +126,10 @@ def test_vllm_in_its_own_interpreter(tmp_path: Path, capsys: pytest.CaptureFixtu
 # ── one trial update ────────────────────────────────────────────────────────────────────────────────
 
 
-def with_weights(folder: Path) -> Path:
-    """The tiny model with a file of weights, as adapters need it below them; all are the same."""
-    shutil.copytree(TINY, folder)
-    tensors = tensors_of_config(json.loads((folder / "config.json").read_text()))
-    assert tensors is not None
-    save_file({p.name: np.full(p.shape, 0.02, np.float32) for p in tensors.parameters}, folder / "model.safetensors")
-    return folder
-
-
 @pytest.mark.usefixtures("warm_children")
-def test_one_one_update_of_each_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = with_weights(tmp_path / "model")
+def test_one_update_of_each_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    write_model(model, {}, "tiny-digits", {})
     spec = preset("quickstart", tmp_path)
     before = listing(tmp_path)
     cut = ("actor.engine.kind=fsdp2", "actor.processes=4", "actor.launcher=torchrun", "actor.micro_batch_tokens=300")
@@ -195,13 +164,3 @@ def test_the_person_sees_asked_and_got(tmp_path: Path, capsys: pytest.CaptureFix
     out, _ = capsys.readouterr()
     assert "one trial update of" in out
     assert "Weights were random, none was read." in out
-
-
-@pytest.mark.usefixtures("warm_children")
-def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stop text that is several tokens."""
-    code, found, _ = probe(capsys, preset("fake", tmp_path), 'rollout.stop=["12"]')
-    assert code == 2
-    (problem,) = found["problems"]
-    assert problem["key"] == "rollout.stop"
-    assert "is 2 tokens" in problem["message"]

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import base, edited, write_case
+from corpus import write_case
 from process_ends import ended
 
 from rlctl.check.check_command import check
 from rlctl.check.findings import Findings, examine
 from rlctl.check.meaning import as_dict
-from rlctl.check.own_functions import Called, call_functions
-from specs.load.load import spec_from
 
 FUNCTION = {"reward.terms.0": {"kind": "function", "path": "rewards.py:score"}}
 SCORE = "def score(prompt, completion, row): return float(len(completion))\n"
@@ -96,12 +94,3 @@ def test_threads_and_servers_are_no_alarm_and_do_not_stay(tmp_path: Path) -> Non
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) >= 3
     assert all(map(ended, pids))
-
-
-def test_without_functions_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "workers.grading.grader_process.subprocess.Popen", lambda *_, **__: pytest.fail("started a process")
-    )
-    assert call_functions(spec_from(base()), tmp_path) == Called()
-    with pytest.raises(pytest.fail.Exception):
-        call_functions(spec_from(edited(base(), FUNCTION)), tmp_path)

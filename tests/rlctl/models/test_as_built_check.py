@@ -30,23 +30,13 @@ def asked(spec):
     }
 
 
-@pytest.fixture
-def spec(tmp_path):
-    path = tmp_path / "spec.toml"
-    path.write_text((files("specs") / "presets" / "quickstart.toml").read_text())
-    return load_spec(path, ["algorithm.kl_coef=0.1", "actor.processes=2", "model.attn_implementation=sdpa"])
+def quickstart(*sets):
+    return load_spec(files("specs") / "presets" / "quickstart.toml", sets)
 
 
 @pytest.fixture
-def mesh_spec(tmp_path):
-    """The same with an engine that cuts the model across its two ranks."""
-
-    def make(kind):
-        path = tmp_path / "spec.toml"
-        path.write_text((files("specs") / "presets" / "quickstart.toml").read_text())
-        return load_spec(path, ["algorithm.kl_coef=0.1", "actor.processes=2", f"actor.engine.kind={kind}"])
-
-    return make
+def spec():
+    return quickstart("algorithm.kl_coef=0.1", "actor.processes=2", "model.attn_implementation=sdpa")
 
 
 def report(role, rank=0, engine="ddp", **model):
@@ -127,18 +117,14 @@ def test_ref_must_be_the_actors_start(spec):
     ("engine", "built", "words"),
     [
         ("fsdp2", {"replicate": 1, "shard": 1}, "ranks along the mesh axis shard: expected 2, built 1"),
-        (
-            "fsdp2",
-            {"replicate": 2, "shard": 2},
-            "ranks along the mesh axis replicate: expected 1, built 2",
-        ),
+        ("fsdp2", {"replicate": 2, "shard": 2}, "ranks along the mesh axis replicate: expected 1, built 2"),
         ("fsdp2", {"shard": 2}, "ranks along the mesh axis replicate: expected 1, built 0"),
         ("zero3", {"replicate": 1, "shard": 2}, "ranks along the mesh axis replicate: expected 0, built 1"),
         ("zero3", {}, "ranks along the mesh axis shard: expected 2, built 0"),
     ],
 )
-def test_another_mesh_on_one_rank_is_named(mesh_spec, engine, built, words):
-    spec = mesh_spec(engine)
+def test_another_mesh_on_one_rank_is_named(engine, built, words):
+    spec = quickstart("algorithm.kl_coef=0.1", "actor.processes=2", f"actor.engine.kind={engine}")
     mesh = {"shard": 2} if engine == "zero3" else {"replicate": 1, "shard": 2}
     reports = good()
     for role in ("actor", "ref"):
@@ -173,9 +159,7 @@ def test_a_critic_is_expected_without_a_language_model_head(tmp_path, tied):
     config = tmp_path / "model" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps({**QWEN2, "tie_word_embeddings": tied}))
-    path = tmp_path / "spec.toml"
-    path.write_text((files("specs") / "presets" / "quickstart.toml").read_text())
-    spec = load_spec(path, ["algorithm.kind=ppo", f"model.path={config.parent}"])
+    spec = quickstart("algorithm.kind=ppo", f"model.path={config.parent}")
     expected = models_expected(spec, tmp_path, lambda *_: None)
     actor, critic = expected["actor"], expected["critic"]
     width, vocabulary = QWEN2["hidden_size"], QWEN2["vocab_size"]

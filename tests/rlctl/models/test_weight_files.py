@@ -9,7 +9,7 @@ from corpus import write_weights
 from families import FAMILIES
 
 from rlctl.models.model_tensors import tensors_of_config
-from rlctl.models.weight_files import no_weights, weight_problems
+from rlctl.models.weight_files import weight_problems
 from specs.model_shapes import Shape
 
 LLAMA = {**FAMILIES["llama"].config, "tie_word_embeddings": False}
@@ -55,13 +55,3 @@ def test_a_model_that_was_saved_without_its_head_is_no_causal_model(tmp_path: Pa
     assert "no score.weight" in str([*weight_problems(tmp_path, LLAMA, "reward")]), "a reward model's is not"
     write_weights(tmp_path / "model.safetensors", {**shapes, "score.weight": (3, 32)})
     assert "num_labels 1" in str([*weight_problems(tmp_path, LLAMA, "reward")])
-
-
-def test_pickles_and_shards_without_an_index_are_not_read() -> None:
-    for names, words in (
-        ({"model.safetensors"}, ""),
-        ({"pytorch_model.bin", "training_args.bin"}, "weights only as pickle (pytorch_model.bin)"),
-        ({"model-00001-of-00002.safetensors"}, "no model.safetensors.index.json"),
-        ({"training_args.bin"}, "no model.safetensors"),
-    ):
-        assert words in str(no_weights(names))

@@ -38,11 +38,6 @@ def model(tmp_path: Path) -> Path:
 USE_MODEL = ("model.path=./model", "model.from_scratch=false")
 
 
-def test_the_good_spec_has_no_problems(tmp_path: Path, model: Path) -> None:
-    assert check(tmp_path) == ([], [])
-    assert check(tmp_path, *USE_MODEL) == ([], [])
-
-
 def test_hub_ids_without_a_network(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))

@@ -8,10 +8,8 @@ import venv
 from pathlib import Path
 
 import pytest
-from corpus import packages
-from running import preset, rlctl
+from running import preset
 
-from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, look_at
 from specs.errors import Problem
 from specs.load.load import load_spec
@@ -118,19 +116,6 @@ def test_builds_for_the_wrong_device(tmp_path: Path) -> None:
     assert (found.key, "build for GPUs" in found.message) == ("rollout.engine.kind", True)
 
 
-# ── what is said ──────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_run_is_refused_before_anything_starts(bare: Path, tmp_path: Path) -> None:
-    python = bare / "bin" / "python"
-    spec = preset("fake", tmp_path)
-    done = rlctl("train", spec, "--run-dir", tmp_path / "run", "--set", f"rollout.python={python}")
-    assert done.returncode == 2
-    assert "rollout.python" in done.stderr
-    assert "lacks the packages numpy" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 # ── what roles and scripts need ───────────────────────────────────────────────────────────────────
 
 
@@ -147,14 +132,3 @@ def test_a_role_imports_what_the_list_says_and_no_more() -> None:
     of_these = {"pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "cython_runtime"}
     imported = {name for name in done.stdout.split() if not name.startswith("_")}
     assert imported - ours - of_these == listed
-
-
-# ── engines that are not installed ────────────────────────────────────────────────────────────────
-
-
-def test_a_missing_torch_is_an_error_before_the_start(tmp_path: Path) -> None:
-    spec = load_spec(preset("quickstart", tmp_path))
-    with packages(absent=["torch"]):
-        errors, _ = file_problems(spec, tmp_path)
-    assert {problem.key for problem in errors} >= {"actor.engine.kind", "rollout.engine.kind"}
-    assert all("torch" in f"{problem.message}{problem.hint}" for problem in errors)
