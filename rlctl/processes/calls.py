@@ -32,15 +32,15 @@ class Call:
         frames: list[list[Buffer]],
         step: int | None,
         timeout_s: float,
+        ranks: Sequence[int],
         tick: Callable[[], None],
         on_part: Callable[[Message], None] | None = None,
-        ranks: Sequence[int] | None = None,
         on_done: Callable[[Call], None] | None = None,
     ) -> None:
         self.on_done = on_done
         self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
         self.frames = frames  # as `ranks`; let go of once sent
-        self.ranks = tuple(range(len(frames)) if ranks is None else ranks)
+        self.ranks = tuple(ranks)
         self.answers: dict[int, Message] = {}
         self.failed: set[int] = set()  # ranks that will not answer (rlctl/processes/rank_states.py)
         self._missing = set(self.ranks)  # kept, not counted: with hundreds of ranks each answer would look at all

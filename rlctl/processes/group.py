@@ -93,7 +93,7 @@ class Group:
         ranks = self.here if ranks is None else ranks
         frames = frames_by_rank(verb, self._number, len(ranks), body, tensors)
         timeout_s = timeout_s or self._channel.verb_timeout_s
-        call = Call(verb, self._number, frames, step, timeout_s, self._channel.tick, on_part, ranks, on_done)
+        call = Call(verb, self._number, frames, step, timeout_s, ranks, self._channel.tick, on_part, on_done)
         self.line.append(call)
         self._send_next()
         return call
