@@ -53,7 +53,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     except SpecError as error:
         return Findings(error.problems, elsewhere=elsewhere)
     spec, spec_dir = parsed.spec, spec_path.absolute().parent
-    notes = [str(dropped) for dropped in parsed.dropped]
+    notes = list(parsed.dropped)
     if spec is None:
         return Findings(parsed.problems, notes=notes, elsewhere=elsewhere)
     problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)

@@ -24,7 +24,7 @@ from specs.schema.rewards import Function
 from specs.schema.row_values import gold_answer
 from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
-from specs.templates import render_template
+from workers.data.prompts import prompt_of
 from workers.data.row_source import DataRow, read_rows
 from workers.grading.pool import GradeRequest, GraderPool
 from workers.grading.reward_failures import is_of_code, last_line
@@ -143,12 +143,9 @@ def _first_row(spec: Spec, spec_dir: Path) -> DataRow | None:
 
 def _prompt(row: DataRow, spec: Spec) -> str:
     """Return the row's prompt before any chat template; of messages, their texts."""
-    try:
-        data = spec.data
-        prompt = render_template(data.template, row.values) if data.template else row.values[data.prompt_column]
-    except (LookupError, ValueError):
-        return ""
-    if isinstance(prompt, str):
-        return prompt
-    messages = prompt if isinstance(prompt, list) else []
-    return "\n".join(str(one.get("content", "")) for one in messages if isinstance(one, dict))
+    with suppress(LookupError, ValueError):
+        prompt = prompt_of(row.values, spec.data)
+        messages = prompt if isinstance(prompt, list) else []
+        texts = "\n".join(str(one.get("content", "")) for one in messages if isinstance(one, dict))
+        return prompt if isinstance(prompt, str) else texts
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -75,14 +74,12 @@ class ModelCheck:
             self._wrong(f"no such built-in model; known: {', '.join(builtin_models())}", hint)
         elif folder.is_dir():
             self._check_files(folder, frozenset(file.name for file in folder.iterdir()))
-        elif folder.is_symlink():
-            self._wrong(f"a symbolic link to {os.readlink(folder)}, which does not exist ({folder})", "repair the link")
         elif folder.exists():
             self._wrong(f"a file, not a model folder ({folder})", "name the folder that it is in")
         else:
             address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
             hint = f'write "{address[1]}"' if address else ""
-            self.problems.append(not_found(self.key, f"no such model folder ({folder})", self.path, hint))
+            self.problems.append(not_found(self.key, "model folder", folder, self.path, hint))
 
     # ── what is in it ─────────────────────────────────────────────────────────────────────────────
 

@@ -45,9 +45,12 @@ def looks_like_hub_id(path: str, spec_dir: Path) -> bool:
     return "/" not in path or not (first.lower() in FOLDER_WORDS or (spec_dir / first).is_dir())
 
 
-def not_found(key: str, message: str, path: str, hint: str = "") -> Problem:
-    """Return the problem of a file or folder that is not here. One named by its absolute path may be on the machines of
-    the run."""
+def not_found(key: str, what: str, file: Path, path: str, hint: str = "") -> Problem:
+    """Return the problem of a file or folder, `file`, that is not here. One that the spec names by its absolute path,
+    `path`, may be on the machines of the run."""
+    message = f"no such {what} ({os.path.abspath(file)})"
+    if file.is_symlink():
+        return Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist ({file})", "repair the link")
     if not Path(path).expanduser().is_absolute():
         return Problem(key, message, hint or "a relative path starts at the spec file's folder")
     return NotHere(key, message, hint or "check the path; `--target cluster` checks a spec for other machines")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -62,7 +61,7 @@ def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
     elif hub:
         yield from _hub(key, source, file, spec_dir)
     elif not file.is_file():
-        yield not_found(key, f"no such file ({os.path.abspath(file)})", source, _similar_file(file))
+        yield not_found(key, "file", file, source, _similar_file(file))
 
 
 def _builtin(key: str, source: str) -> Iterator[Problem]:
@@ -75,7 +74,7 @@ def _builtin(key: str, source: str) -> Iterator[Problem]:
 def _hub(key: str, source: str, file: Path, spec_dir: Path) -> Iterator[Problem]:
     hub_id = source.partition(":")[0]
     if not looks_like_hub_id(hub_id, spec_dir):
-        yield not_found(key, f"no such file ({os.path.abspath(file)})", source)
+        yield not_found(key, "file", file, source)
     elif hub_snapshot(hub_id, "datasets") is None and offline():
         message = "not in the Hugging Face cache while HF_HUB_OFFLINE is set"
         yield NotHere(key, message, "check the name")

@@ -33,7 +33,7 @@ def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Hos
     try:
         return read_hostfile(path)
     except FileNotFoundError:
-        problem = not_found("cluster.hostfile", "no such file", spec.cluster.hostfile)
+        problem = not_found("cluster.hostfile", "file", path, spec.cluster.hostfile)
         if elsewhere and isinstance(problem, NotHere):
             return []
         raise SpecError(with_values(spec, [problem])) from None

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from pathlib import Path
 
 from rlctl.models.paths import not_found
@@ -28,16 +27,14 @@ def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     for key, path in paths.items():
         place, _, name = path.rpartition(":")
         file = spec_dir / Path(place).expanduser()
-        if not os.path.lexists(file):
-            problems.append(not_found(key, f"no such file ({os.path.abspath(file)})", place))
+        if not file.exists():
+            problems.append(not_found(key, "file", file, place))
         elif found := _unusable_file(file) or _wrong_code(file, name):
             problems.append(Problem(key, *found))
     return problems
 
 
 def _unusable_file(file: Path) -> tuple[str, str] | None:
-    if not file.exists():
-        return f"a symbolic link to {os.readlink(file)}, which does not exist", "repair the link"
     if not file.is_file():
         return f"{file} is a folder" if file.is_dir() else f"{file} is no file", "name a Python file"
     for source in reward_sources(file)[1:]:  # modules beside it, which it imports

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from specs.errors import Problem, SpecError
 from specs.load.dotted_keys import flattened, value_at
 from specs.load.explain import explain, without_tags
-from specs.load.overrides import Dropped, apply_overrides
+from specs.load.overrides import apply_overrides
 from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_problems
 from specs.schema.engines.foreign import tuples
@@ -38,7 +38,7 @@ def spec_from(raw: dict[str, Any], overrides: Sequence[str] = (), note: Callable
     """Do what `load_spec` does with parsed tables; `raw` may be changed."""
     parsed = parse(raw, overrides)
     for dropped in parsed.dropped:
-        note(str(dropped))
+        note(dropped)
     if parsed.problems or parsed.spec is None:
         raise SpecError(parsed.problems)
     return parsed.spec
@@ -51,7 +51,7 @@ class Parsed:
 
     spec: Spec | None
     problems: list[Problem]
-    dropped: Sequence[Dropped] = ()  # keys of the file that went with the kind that `--set` replaced
+    dropped: Sequence[str] = ()  # keys of the file that went with the kind that `--set` replaced
     broken_tables: frozenset[str] = frozenset()  # dotted; those whose own keys are wrong
 
     def more(self, found: Sequence[Problem]) -> list[Problem]:

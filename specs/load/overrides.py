@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tomli
@@ -20,27 +19,9 @@ from specs.schema.table import Table
 from specs.text import show
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """Keys of a table that the file wrote for another kind than the one that `--set` chose.
-
-    A kind has keys and defaults of its own, so a key of the file stays only where the new kind has it with the same
-    default. What `--set` itself sets always stays.
-    """
-
-    table: str  # dotted
-    kinds: tuple[str, str]  # the file's, and that of --set
-    keys: dict[str, Any]
-
-    def __str__(self) -> str:
-        listed = ", ".join(f"{name} = {show(value)}" for name, value in self.keys.items())
-        old, new = map(show, self.kinds)
-        return f"{self.table}.kind = {new}: not used of the file, which wrote it for kind {old}: {listed}"
-
-
-def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[list[Problem], list[Dropped]]:
-    """Change `raw` in place, in order. Return what could not be applied, and the keys of the file that went because
-    another `kind` was set; the schema finds unknown keys later."""
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[list[Problem], list[str]]:
+    """Change `raw` in place, in order. Return what could not be applied, and notes on keys of the file that go unused
+    because another `kind` was set; the schema finds unknown keys later."""
     _fill_engine_kinds(raw)
     file, problems, paths = copy.deepcopy(raw) if overrides else raw, [], []
     for text in overrides:
@@ -100,21 +81,24 @@ def _fill_engine_kinds(raw: dict[str, Any]) -> None:
             section["engine"].setdefault("kind", Spec.section_class(role.name).model_fields["engine"].default.kind)
 
 
-def _drop_keys_of_old_kind(
-    path: Path, file: dict[str, Any], raw: dict[str, Any], set_paths: Sequence[Path]
-) -> Dropped | None:
-    """Take out of the table at `path` of `raw` what `file` wrote for a kind that is no longer chosen."""
+def _drop_keys_of_old_kind(path: Path, file: dict[str, Any], raw: dict[str, Any], set_paths: Sequence[Path]) -> str:
+    """Take out of the table at `path` of `raw` what `file` wrote for a kind that is not chosen any more; return a note.
+
+    A kind has keys and defaults of its own, so a key of the file stays only where the new kind has it with the same
+    default. What `--set` itself sets always stays."""
     before, after = value_at(file, path), value_at(raw, path)
     if path in set_paths or not isinstance(before, dict) or not isinstance(after, dict):
-        return None
+        return ""
     old, new = (_table_of(path, raw, node) for node in (before, after))
     if old is None or new is None or old is new:
-        return None
+        return ""
     kept = {other[len(path)] for other in set_paths if other[: len(path)] == path and len(other) > len(path)}
     keys = {name: value for name, value in before.items() if name not in kept and _differs(name, old, new)}
     for name in keys:
         del after[name]
-    return Dropped(dotted(path), (before["kind"], after["kind"]), keys) if keys else None
+    listed = ", ".join(f"{name} = {show(value)}" for name, value in keys.items())
+    kinds = f"{show(after['kind'])}: not used of the file, which wrote it for kind {show(before['kind'])}"
+    return f"{dotted(path)}.kind = {kinds}: {listed}" if keys else ""
 
 
 def _table_of(path: Path, raw: dict[str, Any], node: dict[str, Any]) -> type[Table] | None:

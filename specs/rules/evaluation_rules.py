@@ -19,7 +19,7 @@ def eval_problems(spec: Spec) -> Iterator[Problem]:
     if spec.eval is not None and spec.eval.sets:
         yield from _sets(spec.eval)
     for one in spec.evaluations:
-        yield from _source(one, spec)
+        yield from _source(one)
         yield from _sampling(one)
         yield from _pass(one, spec)
 
@@ -39,14 +39,10 @@ def _sets(section: EvalSection) -> Iterator[Problem]:
             yield Problem(f"eval.sets.{number}.data", message, "name a source, or remove one of the two")
 
 
-def _source(one: Evaluation, spec: Spec) -> Iterator[Problem]:
-    most = spec.data.max_rows
+def _source(one: Evaluation) -> Iterator[Problem]:
     if "split" in one.given and not is_hub_data(one.data):
         held_out = f"{one.key}.data is empty, so rows of data.train are held out"
         yield no_effect(f"{one.key}.split", f"{show(one.data)} is not a hub data set" if one.data else held_out)
-    if not one.data and most is not None and one.prompts >= most:
-        message = f"holding them out leaves none of data.max_rows = {most} to train on"
-        yield Problem(f"{one.key}.prompts", message, f"use fewer than {most}")
 
 
 def _sampling(one: Evaluation) -> Iterator[Problem]:
