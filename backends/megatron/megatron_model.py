@@ -22,7 +22,7 @@ from backends.megatron.layouts import padded_vocabulary, part_of
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.own_options import check_options, with_options
 from backends.megatron.packed_stage import PackedRow, Stage, build_stage, transformer_config
-from backends.megatron.sharded_weights import adam_settings, named_parameters, rank_slots
+from backends.megatron.sharded_weights import named_parameters, rank_slots
 from backends.megatron.vocab_head import VocabPart
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
@@ -32,6 +32,7 @@ from backends.packed.row_slices import padded
 from backends.packed.staging import Staging
 from backends.train.lm_head import LossResult
 from backends.weights.tensor_bytes import DTYPES
+from specs.schema.engines.megatron_config import GRADIENTS, adam_settings
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.wire.role_config import TrainConfig
 
@@ -76,8 +77,7 @@ class MegatronModel:
             for stage in self.chunks:
                 stage.requires_grad_(False)
             return
-        settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
-        ddp = with_options(DistributedDataParallelConfig, settings, table.megatron)
+        ddp = with_options(DistributedDataParallelConfig, GRADIENTS, table.megatron)
         self.wrapped = [
             DistributedDataParallel(own, ddp, stage, disable_bucketing=stage is not self.chunks[0])
             for own, stage in zip(configs, self.chunks, strict=True)
@@ -85,7 +85,8 @@ class MegatronModel:
         # A micro-batch that another follows sends nothing.
         no_sync = [wrapped.no_sync for wrapped in self.wrapped]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        adam = with_options(OptimizerConfig, adam_settings(config.optimizer, dtype), table.megatron)
+        precision = {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
+        adam = with_options(OptimizerConfig, {**adam_settings(config.optimizer), **precision}, table.megatron)
         self.optimizer = get_megatron_optimizer(adam, self.wrapped, use_gloo_process_groups=False)
         for decayed in self.optimizer.param_groups:  # what its scheduler would do; vectors decay by 0 times as much
             decayed["weight_decay"] = config.optimizer.weight_decay * decayed["wd_mult"]

@@ -22,7 +22,6 @@ from backends.megatron.layouts import Slot, fuse, own_part, own_rows, put_expert
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import ModelMap
 from backends.train.tensor_shards import Shard
-from specs.schema.role_section import Optimizer
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
@@ -186,19 +185,3 @@ def rank_slots(model_map: ModelMap, group: ModelGroup) -> list[Slot]:
 def is_expert(parameter: nn.Parameter) -> bool:
     """Whether it is reduced over the data ranks of experts; Megatron's own mark."""
     return not getattr(parameter, "allreduce", True)
-
-
-def adam_settings(config: Optimizer, dtype: torch.dtype) -> dict[str, Any]:
-    """Return Megatron's settings of AdamW with weight decay on matrices alone, over the data ranks."""
-    return {
-        "optimizer": "adam",
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "adam_beta1": config.betas[0],
-        "adam_beta2": config.betas[1],
-        "adam_eps": config.eps,
-        "bf16": dtype == torch.bfloat16,
-        "params_dtype": dtype,
-        "use_distributed_optimizer": True,
-        "clip_grad": config.max_grad_norm,
-    }

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from backends.train.rms_norm import use_fast_norms
 from specs.errors import ModelError
 from specs.packages import installed_here
-from specs.schema.engines.kernel_choice import PACKAGES, Asked, KernelFacts, choose_kernels
+from specs.schema.engines.kernel_choice import PACKAGES, Asked, choose_kernels
 
 # Sizes of the twin that proves the patches: kernels do not depend on them.
 _SMALL = {
@@ -69,10 +69,10 @@ def hold_kernels(model: PreTrainedModel, asked: Asked, device: str) -> HeldKerne
     """Patch a model's modules with the kernels that were asked for; `HeldKernels.prove` checks them once the device
     computes. Raises ModelError where `liger` cannot be had."""
     on_gpu = device != "cpu"
-    choice = choose_kernels(asked, KernelFacts("cuda" if on_gpu else "cpu", versions=installed_here(PACKAGES)))
+    choice = choose_kernels(asked, on_gpu=on_gpu, versions=installed_here(PACKAGES))
     if choice.problem:
         raise ModelError(f"kernels {asked}: {choice.problem}", hint=choice.hint)
-    if choice.kernels == "liger":
+    if choice.implementation == "liger":
         if _patch(model):
             replaced = Counter(module._get_name() for module in model.modules() if "forward" in vars(module))
             return HeldKernels("liger", dict(replaced))

@@ -74,7 +74,7 @@ def _role(spec: Spec, plan: Plan, name: RoleName, spec_dir: Path, elsewhere: boo
         "attn_function": (attention.function or None) if attention else None,
         "attn_why": attention.problem or attention.why if attention else None,
         # What norms, gated MLPs and rotations will compute with; null where the engine brings its own.
-        "kernels": kernels.kernels if kernels else None,
+        "kernels": kernels.implementation if kernels else None,
         "kernels_asked": kernels.asked if kernels else None,
         "kernels_why": kernels.problem or kernels.why if kernels else None,
         "launcher": placed.launcher,

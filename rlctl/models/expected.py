@@ -48,8 +48,8 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
     if decision is not None:
         expected |= _attention(section, decision)
     kernels = kernels_of(spec, role)
-    if kernels is not None and (kernels.asked != "auto" or kernels.kernels == OWN_MODULES):
-        expected["kernels"] = kernels.kernels
+    if kernels is not None and (kernels.asked != "auto" or kernels.implementation == OWN_MODULES):
+        expected["kernels"] = kernels.implementation
     config, head = config_of(spec.model_path(role), spec_dir), ROLES[role].head
     if section.engine.model_of is not None:
         expected["head"] = "lm" if head == "lm" else "score"

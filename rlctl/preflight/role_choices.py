@@ -12,7 +12,6 @@ from rlctl.preflight.interpreters import own_path, packages_of
 from specs.attention import Decision
 from specs.errors import Problem
 from specs.rules.attention_rules import AtHand, attention_key, attention_of, kernels_of
-from specs.schema.engines.kernel_choice import KernelChoice
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 
@@ -23,7 +22,7 @@ def role_attention(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: boo
     return attention_of(spec, role, _at_hand(spec, role, spec_dir, elsewhere)) if ROLES[role].holds_model else None
 
 
-def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool = False) -> KernelChoice | None:
+def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool = False) -> Decision | None:
     """Return what a role's modules will compute with (`kernels_of`), as far as this machine can tell."""
     return kernels_of(spec, role, _at_hand(spec, role, spec_dir, elsewhere)) if ROLES[role].is_trainer else None
 

@@ -10,7 +10,7 @@ from specs.attention import AttentionFacts, Decision, decide, score_changes
 from specs.errors import Problem
 from specs.model_facts import model_facts
 from specs.schema.engines.engine_table import RolloutTable, engine_of
-from specs.schema.engines.kernel_choice import KernelChoice, KernelFacts, choose_kernels
+from specs.schema.engines.kernel_choice import choose_kernels
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
@@ -55,14 +55,14 @@ def attention_of(spec: Spec, role: RoleName, at_hand: AtHand = AtHand()) -> Deci
     return decide(asked, facts)
 
 
-def kernels_of(spec: Spec, role: RoleName, at_hand: AtHand = AtHand()) -> KernelChoice | None:
+def kernels_of(spec: Spec, role: RoleName, at_hand: AtHand = AtHand()) -> Decision | None:
     """Return what a role's modules compute with; None where its engine does not run transformers' own."""
     section = spec.role(role)
     engine = engine_of(section)
     if not isinstance(engine, OwnModules):
         return None
-    facts = KernelFacts("cuda" if section.devices else "cpu", role, at_hand.versions, at_hand.interpreter)
-    return choose_kernels(engine.kernels, facts)
+    on_gpu, interpreter = bool(section.devices), at_hand.interpreter or "python"
+    return choose_kernels(engine.kernels, on_gpu=on_gpu, versions=at_hand.versions, role=role, interpreter=interpreter)
 
 
 def attention_key(spec: Spec, role: RoleName) -> str:

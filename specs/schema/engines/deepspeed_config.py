@@ -7,13 +7,11 @@ nested tables merging with what is derived. DeepSpeed itself checks names and va
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from specs.errors import Problem
 from specs.schema.engines.library_keys import Library, Settings, leaves
 from specs.schema.role_section import DType, Optimizer
-from specs.text import show
 
 # DeepSpeed measures the gradient norm at every stage only when it clips; no norm in fp32 reaches this.
 NEVER_CLIPS = 1e38
@@ -23,33 +21,34 @@ DEEPSPEED = Library(
     "DeepSpeed",
     "deepspeed",
     decided_by={
-        "train_batch_size": "data.prompts_per_step",
-        "train_micro_batch_size_per_gpu": "{role}.micro_batch_tokens",
-        "gradient_accumulation_steps": "{role}.micro_batch_tokens",
-        "managed_gradient_accumulation": "{role}.micro_batch_tokens",
-        "gradient_clipping": "{role}.optimizer.max_grad_norm",
-        "optimizer": "{role}.optimizer",
-        "scheduler": "{role}.optimizer.schedule",
-        **dict.fromkeys(("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "data_types"), "{role}.dtype"),
-        "activation_checkpointing": "{role}.gradient_checkpointing",
-        "seed": "run.seed",
-        "checkpoint": "checkpoint.every",
-        f"{ZERO}.stage": "{role}.engine.stage",
-        f"{ZERO}.offload_optimizer.device": "{role}.engine.offload_optimizer",
-        f"{ZERO}.offload_param.device": "{role}.engine.offload_parameters",
-        f"{ZERO}.cpu_offload": "{role}.engine.offload_optimizer",
-        f"{ZERO}.cpu_offload_param": "{role}.engine.offload_parameters",
+        "data.prompts_per_step": "train_batch_size",
+        "{role}.micro_batch_tokens": "train_micro_batch_size_per_gpu gradient_accumulation_steps "
+        "managed_gradient_accumulation",
+        "{role}.optimizer.max_grad_norm": "gradient_clipping",
+        "{role}.optimizer": "optimizer",
+        "{role}.optimizer.schedule": "scheduler",
+        "{role}.dtype": "fp16 bf16 bfloat16 amp torch_autocast data_types",
+        "{role}.gradient_checkpointing": "activation_checkpointing",
+        "run.seed": "seed",
+        "checkpoint.every": "checkpoint",
+        "{role}.engine.stage": f"{ZERO}.stage",
+        "{role}.engine.offload_optimizer": f"{ZERO}.offload_optimizer.device {ZERO}.cpu_offload",
+        "{role}.engine.offload_parameters": f"{ZERO}.offload_param.device {ZERO}.cpu_offload_param",
     },
     # What lays tensors out otherwise than checkpoints and weight export expect, or cannot work.
     refused={
-        f"{ZERO}.zero_hpz_partition_size": "a second partition of the parameters",
-        f"{ZERO}.zero_quantized_weights": "quantised weights would not be those that are synced",
-        f"{ZERO}.zero_quantized_nontrainable_weights": "quantised weights would not be those that are synced",
-        f"{ZERO}.zero_quantized_gradients": "gradients would depend on the number of ranks",
-        f"{ZERO}.zenflow": "steps that see part of the gradients",
-        f"{ZERO}.legacy_stage1": "DeepSpeed has dropped it",
-        f"{ZERO}.compute_grad_norm": "a gradient that is not finite must be found",
+        "a second partition of the parameters": f"{ZERO}.zero_hpz_partition_size",
+        "quantised weights would not be those that are synced": f"{ZERO}.zero_quantized_weights "
+        f"{ZERO}.zero_quantized_nontrainable_weights",
+        "gradients would depend on the number of ranks": f"{ZERO}.zero_quantized_gradients",
+        "steps that see part of the gradients": f"{ZERO}.zenflow",
+        "DeepSpeed has dropped it": f"{ZERO}.legacy_stage1",
+        "a gradient that is not finite must be found": f"{ZERO}.compute_grad_norm",
     },
+    no_auto=(
+        "is filled in by the Trainer of transformers, which is not here",
+        "write a value, or leave it out for DeepSpeed's default",
+    ),
 )
 
 
@@ -95,17 +94,6 @@ def deepspeed_settings(
     if stage < 3:
         defaults[f"{ZERO}.allgather_bucket_size"] = 50_000_000
     return Settings(fixed, defaults)
-
-
-def deepspeed_problems(role: str, learns: bool, own: Mapping[str, Any], settings: Settings) -> Iterator[Problem]:
-    """Find what is wrong with the keys of `[<role>.engine.deepspeed]` by the spec alone."""
-    found = {problem.key: problem for problem in DEEPSPEED.problems(role, learns, own, settings)}
-    yield from found.values()
-    for path, value in leaves(own):
-        if value == "auto" and f"{role}.engine.deepspeed.{path}" not in found:
-            message = "is filled in by the Trainer of transformers, which is not here"
-            hint = "write a value, or leave it out for DeepSpeed's default"
-            yield Problem(f"{role}.engine.deepspeed.{path}", message, hint, show(value))
 
 
 def deepspeed_json(settings: Settings, own: Mapping[str, Any]) -> dict[str, Any]:

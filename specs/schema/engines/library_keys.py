@@ -30,37 +30,44 @@ class Library:
     name: str
     table: str
     decided_by: Mapping[str, str]
-    """Path, or what it starts with → the spec's key that says it; `{role}` stands for the role."""
+    """The spec's key, where `{role}` stands for the role → the paths that it decides, and all below them."""
     refused: Mapping[str, str]
-    """Path, or what it starts with → why rlctl cannot train with it; the longest that fits counts."""
+    """Why rlctl cannot train with a key → beginnings of paths; the longest that fits counts."""
+    no_auto: tuple[str, str] = ("", "")
+    """Problem and hint of the value "auto"; empty: it is a value like any other."""
 
     def problems(self, role: str, learns: bool, own: Mapping[str, Any], settings: Settings) -> Iterator[Problem]:
         """Find what is wrong with a role's own keys by the spec alone."""
         for path, value in leaves(own):
-            key, given = f"{role}.engine.{self.table}.{path}", show(value)
-            if path in settings.fixed and _same(value, settings.fixed[path]):
-                continue
-            if any(other.startswith(f"{path}.") for other in (*settings.fixed, *settings.defaults)):
-                yield Problem(key, f"is a table in {self.name}'s configuration", "write the keys below it", given)
-            elif path in settings.defaults:
-                continue
-            elif (by := self._decider(path)) and not learns and by.startswith("{role}.optimizer"):
-                yield Problem(key, f"has no effect: {role} does not learn", "remove the key", given)
-            elif by:
-                owner, there = by.format(role=role), path in settings.fixed
-                what = f"there it makes {path} = {show(settings.fixed[path])}" if there else f"{path} is not used"
-                yield Problem(key, f"contradicts {owner}: {what}", f"remove the key and set {owner}", given)
-            elif path in settings.fixed:
-                message = f"rlctl sets {path} = {show(settings.fixed[path])}"
-                yield Problem(key, message, "remove the key", given)
-            elif fitting := [start for start in self.refused if path.startswith(start)]:
-                why = self.refused[max(fitting, key=len)]
-                yield Problem(key, f"is not supported: {why}", "remove the key", given)
+            message, hint = self._problem(role, learns, path, value, settings)
+            if message:
+                yield Problem(f"{role}.engine.{self.table}.{path}", message, hint, show(value))
 
-    def _decider(self, path: str) -> str:
-        parts = path.split(".")
-        starts = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        return next((self.decided_by[start] for start in starts if start in self.decided_by), "")
+    def _problem(self, role: str, learns: bool, path: str, value: object, settings: Settings) -> tuple[str, str]:
+        fixed, remove = settings.fixed, "remove the key"
+        if path in fixed and _same(value, fixed[path]):
+            return "", ""
+        if any(other.startswith(f"{path}.") for other in (*fixed, *settings.defaults)):
+            return f"is a table in {self.name}'s configuration", "write the keys below it"
+        if path not in settings.defaults:
+            ours = f"{path} = {show(fixed[path])}" if path in fixed else ""
+            if owner := _owner(self.decided_by, path, "."):
+                if not learns and owner.startswith("{role}.optimizer"):
+                    return f"has no effect: {role} does not learn", remove
+                owner, what = owner.format(role=role), f"there it makes {ours}" if ours else f"{path} is not used"
+                return f"contradicts {owner}: {what}", f"{remove} and set {owner}"
+            if ours:
+                return f"rlctl sets {ours}", remove
+            if why := _owner(self.refused, path, ""):
+                return f"is not supported: {why}", remove
+        return self.no_auto if value == "auto" else ("", "")
+
+
+def _owner(table: Mapping[str, str], path: str, end: str) -> str:
+    """Return the key of a table whose value has the longest beginning of a path, up to an `end`; "": none has one."""
+    starts = {start: owner for owner, starts in table.items() for start in starts.split()}
+    fitting = [start for start in starts if f"{path}{end}".startswith(f"{start}{end}")]
+    return starts[max(fitting, key=len)] if fitting else ""
 
 
 def _same(value: object, other: object) -> bool:

@@ -15,7 +15,7 @@ from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
 from specs.schema.engines.engine_table import Attends, EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
 from specs.schema.engines.library_keys import Settings
-from specs.schema.engines.megatron_config import LOCAL, MEGATRON, TRANSFORMER_ENGINE, optimizer_options
+from specs.schema.engines.megatron_config import GRADIENTS, LOCAL, MEGATRON, TRANSFORMER_ENGINE, adam_settings
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
 from specs.schema.mesh import CONTEXT, EXPERT, EXPERT_TENSOR, Mesh, divisors
 from specs.schema.role_section import DType, Optimizer, RoleSection
@@ -227,7 +227,7 @@ class MegatronTable(TrainedHere):
             "bf16": dtype == "bf16",
             "calculate_per_token_loss": True,
             "variable_seq_lengths": True,
-            **optimizer_options(optimizer),
+            **({} if optimizer is None else {**GRADIENTS, **adam_settings(optimizer)}),
         }
         if self.virtual_pipeline > 1:
             fixed["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline

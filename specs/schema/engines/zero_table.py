@@ -11,7 +11,7 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, LEARNING, Part
 from specs.model_shapes import ModelTensors, ParameterShape
-from specs.schema.engines.deepspeed_config import deepspeed_json, deepspeed_problems, deepspeed_settings
+from specs.schema.engines.deepspeed_config import DEEPSPEED, deepspeed_json, deepspeed_settings
 from specs.schema.engines.engine_table import EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
 from specs.schema.engines.library_keys import Settings
@@ -52,7 +52,7 @@ class ZeroTable(OwnModules):
         yield from self._stage_problems(role, context.dtype)
         yield from self._offload_problems(role, context.device)
         settings = self._settings(context.dtype, optimizer, context.device)
-        yield from deepspeed_problems(role, optimizer is not None, self.deepspeed, settings)
+        yield from DEEPSPEED.problems(role, optimizer is not None, self.deepspeed, settings)
 
     def memory_hint(self, role: RoleName) -> str | None:
         own = "offload_optimizer" if ROLES[role].learns else "offload_parameters"

@@ -1,27 +1,30 @@
-"""Which kernels a role gets: what cannot be had is refused or passed over, and either is said."""
+"""Which kernels a role gets: what cannot be had is refused by `liger` and passed over by `auto`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from specs.schema.engines.kernel_choice import KernelFacts, choose_kernels
+from specs.schema.engines.kernel_choice import choose_kernels
 
-HERE = KernelFacts("cuda", "actor", {"liger-kernel": "0.8.5", "triton": "3.9.0"}, "/env/bin/python")
+VERSIONS = {"liger-kernel": "0.8.5", "triton": "3.9.0"}
+HERE: dict[str, Any] = {"on_gpu": True, "versions": VERSIONS, "role": "actor", "interpreter": "/env/bin/python"}
 
 
-def test_where_all_is_there() -> None:
-    for asked in ("liger", "auto"):
-        assert choose_kernels(asked, HERE).kernels == "liger"  # type: ignore[arg-type]
-    assert choose_kernels("torch", HERE).kernels == "torch"
+def test_what_can_be_had() -> None:
+    for kernels in ("liger", "auto"):
+        assert choose_kernels(kernels, **HERE).implementation == "liger"  # type: ignore[arg-type]
+    assert choose_kernels("torch", **HERE).implementation == "torch"
+    found = choose_kernels("liger", on_gpu=True, versions=None)
+    assert (found.implementation, found.problem) == ("liger", "")
+    assert "if liger-kernel is in the role's interpreter" in found.why
 
 
 @pytest.mark.parametrize(
     ("changes", "problem", "hint"),
     [
-        ({"device": "cpu"}, "needs a GPU, and actor runs on the CPU", "give actor devices"),
+        ({"on_gpu": False}, "needs a GPU, and actor runs on the CPU", "give actor devices"),
         (
             {"versions": {"triton": "3.9.0"}},
             "needs liger-kernel, which is not installed in actor's interpreter",
@@ -30,16 +33,9 @@ def test_where_all_is_there() -> None:
         ({"versions": {}}, "needs liger-kernel and triton, which are not installed", "install liger-kernel triton"),
     ],
 )
-def test_what_is_in_the_way_is_said(changes: dict[str, Any], problem: str, hint: str) -> None:
-    facts = replace(HERE, **changes)
-    refused, passed_over = choose_kernels("liger", facts), choose_kernels("auto", facts)
+def test_what_cannot(changes: dict[str, Any], problem: str, hint: str) -> None:
+    refused, passed_over = (choose_kernels(kernels, **(HERE | changes)) for kernels in ("liger", "auto"))  # type: ignore[arg-type]
     assert problem in refused.problem
     assert hint in refused.hint
-    assert (passed_over.kernels, passed_over.problem) == ("torch", "")
+    assert (passed_over.implementation, passed_over.problem) == ("torch", "")
     assert passed_over.why == f"liger {refused.problem}"
-
-
-def test_what_is_not_known_is_not_refused() -> None:
-    found = choose_kernels("liger", KernelFacts("cuda"))
-    assert (found.kernels, found.problem) == ("liger", "")
-    assert "if liger-kernel is in the role's interpreter" in found.why
