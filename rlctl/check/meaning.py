@@ -15,7 +15,7 @@ from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of, not_known
-from specs.schema.rank_groups import mesh_is_known, mesh_of, shard_groups
+from specs.schema.rank_groups import mesh_of, shard_groups
 from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 
@@ -134,11 +134,11 @@ def _placement(spec: Spec) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in spec.roles:
         section = spec.role(name)
-        if (mesh := mesh_of(section)) is not None:
+        if (mesh := mesh_of(section)) is not None and mesh.is_cut:
             listed = [asdict(rank) for group in shard_groups(section) for rank in group.ranks]
             axes = {"replicate": mesh.replicate, "shard": mesh.shard, "sequence": mesh.sequence}
             found[name] = {**axes, "ranks": listed}
-        elif not mesh_is_known(section):
+        elif mesh is None and engine_of(section) is not None:
             found[name] = {"replicate": None, "shard": None, "sequence": None, "ranks": []}
     return found
 

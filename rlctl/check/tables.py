@@ -14,7 +14,7 @@ from rlctl.show.text_format import counted, number
 from specs.packages import page
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
-from specs.schema.rank_groups import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
+from specs.schema.rank_groups import RankGroup, mesh_of, sequence_groups, shard_groups
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, RoleName
 from specs.schema.spec import Spec
@@ -106,7 +106,7 @@ def _groups_table(spec: Spec) -> Table:
     table = Table("role", "mesh", "group", "ranks", "node", "devices", box=None, pad_edge=False)
     for name in spec.roles:
         section = spec.role(name)
-        if section.processes > 1 and not mesh_is_known(section):
+        if section.processes > 1 and engine_of(section) is not None and mesh_of(section) is None:
             table.add_row(name, "not known", "", _span(range(section.processes)), "", "")
         for mesh, groups in _meshes(section):
             for group in groups[:MOST_ROWS]:
@@ -119,13 +119,12 @@ def _groups_table(spec: Spec) -> Table:
 
 def _meshes(section: RoleSection) -> Iterator[tuple[str, Sequence[RankGroup]]]:
     """Yield what the role's ranks are sharded along, and the groups: copies of the model, then sharers of samples."""
-    mesh, engine = mesh_of(section), engine_of(section)
-    if mesh is None or engine is None:
+    mesh = mesh_of(section)
+    if mesh is None:
         return
-    if mesh_of(section.model_copy(update={"sequence_parallel": 1})) is not None:
+    if mesh.shard > 1 or mesh.axes:
         axes = {"replicate": mesh.replicate, "shard": mesh.shard}
-        own = engine.reported_mesh(section.processes) or {}
-        axes = own if own.keys() - axes else axes  # where the engine has names of its own
+        axes = dict(mesh.axes) if mesh.axes and mesh.axes.keys() - axes else axes  # the engine's own names
         yield " × ".join(f"{axis} {ranks}" for axis, ranks in axes.items()), shard_groups(section)
     if shared := sequence_groups(section):
         yield f"data {len(shared)} × sequence {mesh.sequence}", shared

@@ -29,6 +29,7 @@ from rlctl.loop.step_metrics import RankReport, Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
+from specs.schema.algorithms.algorithm import placed
 from specs.schema.eval_sets import Evaluation
 from specs.schema.rank_groups import sequence_parallel_of
 from specs.schema.roles import REWARD_MODEL, RoleName
@@ -270,7 +271,7 @@ class Driver:
         return out_T
 
     def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
-        table, penalty_T = self.spec.algorithm.advantage.placed(self.spec_dir), self.kl.penalty_T(batch)
+        table, penalty_T = placed(self.spec.algorithm.advantage, self.spec_dir), self.kl.penalty_T(batch)
         return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B, penalty_T))
 
     def update(self, batch: Batch, step: int) -> Updates:
@@ -325,7 +326,7 @@ class Driver:
 
     def _post_update(self, role: RoleName, mini: Batch, step: int) -> Call:
         """Loss and gradients of the mini-batch; weights are not changed yet."""
-        loss, group = self.kl.in_loss(self.spec.losses[role]).placed(self.spec_dir), self.learners[role]
+        loss, group = placed(self.kl.in_loss(self.spec.losses[role]), self.spec_dir), self.learners[role]
         mini.require(loss.columns, Verb.UPDATE)
         needed, shards = mini.only(loss.columns), self._shares(mini, group)
         body = bodies.Update(loss=loss, scale=self.loss_scale(mini))

@@ -62,7 +62,7 @@ class KlController:
     def penalty_T(self, batch: Batch) -> NDArray[np.float64] | None:
         """β · KL at each loss token, 0 elsewhere; None where the KL is not in the reward. Measures the KL where the
         loss does not: of a penalty, or by k1 the distance to a teacher."""
-        penalty = bool(self.algorithm.penalty_columns)
+        penalty = self.algorithm.kl_in == "reward" and self.algorithm.kl_coef > 0
         if not penalty and not self.algorithm.advantage.needs_teacher:
             return None
         mask_T = batch["loss_mask_T"] > 0
@@ -77,7 +77,7 @@ class KlController:
 
     def in_loss(self, loss: AnyLoss) -> AnyLoss:
         """The loss with the weight of now; one without a KL as it is."""
-        has_kl = isinstance(loss, Loss) and loss.needs_ref
+        has_kl = isinstance(loss, Loss) and loss.kl_coef > 0
         return loss.model_copy(update={"kl_coef": self.coef}) if has_kl else loss
 
     def after_step(self, metrics: Mapping[str, Any], rollouts: int, *, learned: bool = True) -> dict[str, float]:

@@ -18,7 +18,7 @@ from specs.schema.rewards import compares_answer, judged_columns
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
 from specs.wire.finding import Finding
-from specs.wire.role_config import DataConfig, EvalSource
+from specs.wire.role_config import DataConfig
 from workers.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
 from workers.data.row_source import read_rows
@@ -127,10 +127,7 @@ def _data_config(spec: Spec, spec_dir: Path) -> DataConfig:
         trust_remote_code=False,
         spec_dir=str(spec_dir),
         data=spec.data,
-        evals=tuple(
-            EvalSource(key=one.key, name=one.name, data=one.data, split=one.split, prompts=one.prompts)
-            for one in spec.evaluations
-        ),
+        evals=spec.evaluations,
         needs_answer=compares_answer(spec.reward.terms),
         needs_columns=judged_columns(spec.reward.terms),
         row_columns=None,

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.paths import resolve_model
-from specs.schema.eval_sets import Evaluation
 from specs.schema.rewards import compares_answer, judged_columns, reads_whole_rows
 from specs.schema.roles import DATA, HEADS_OF_FILES, REWARD, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.wire.role_config import (
     DataConfig,
-    EvalSource,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -48,7 +46,7 @@ def _data(spec: Spec, path: str, spec_dir: Path) -> DataConfig:
         trust_remote_code=spec.model.trust_remote_code,
         spec_dir=str(spec_dir),
         data=spec.data,
-        evals=tuple(eval_source(one) for one in spec.evaluations),
+        evals=spec.evaluations,
         needs_answer=compares_answer(terms),
         tells_messages=spec.needs_reward_model,
         needs_columns=judged,
@@ -112,11 +110,6 @@ def _model(spec: Spec, role: RoleName, path: str, dtype: str) -> ModelConfig:
         max_sequence_tokens=spec.longest_tokens(role),
         head=ROLES[role].head,
     )
-
-
-def eval_source(one: Evaluation) -> EvalSource:
-    """Return the data role's part of an evaluation set."""
-    return EvalSource(key=one.key, name=one.name, data=one.data, split=one.split, prompts=one.prompts)
 
 
 def _score_text(spec: Spec, paths: Mapping[RoleName, str]) -> ScoreText | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
@@ -79,18 +79,9 @@ class EvalSection(Table):
         return tuple(self._evaluation(f"eval.sets.{number}", one) for number, one in enumerate(self.sets))
 
     def _evaluation(self, key: str, table: EvalSet | EvalSection) -> Evaluation:
-        def of(name: str) -> Any:
-            own = getattr(table, name)
-            return getattr(self, name) if own is None else own
-
-        return Evaluation(
-            key=key,
-            name=table.name,
-            data=table.data,
-            split=table.split,
-            **{name: of(name) for name in OF_ALL_SETS},
-            given=frozenset(table.model_fields_set),
-        )
+        own = {name: getattr(table, name) for name in EvalSet.model_fields}
+        values = {name: getattr(self, name) if value is None else value for name, value in own.items()}
+        return Evaluation(key=key, given=frozenset(table.model_fields_set), **values)
 
 
 @dataclass(frozen=True)
@@ -106,8 +97,7 @@ class PassThreshold:
         return f"a completion passes when {what} is at least {self.score:g}"
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Table):
     """One set of prompts, and how it is completed. `key`: where the spec says so; `given`: which keys it writes."""
 
     key: str

@@ -18,6 +18,7 @@ sequence 2, is number 1 of the group 5. How the model is cut does not matter to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 SEQUENCE = "sequence"
@@ -38,10 +39,17 @@ class Mesh:
     shard: int
     sequence: int = 1
     blocks: int = 1  # of neighbours, that a copy of the model lies in
+    axes: Mapping[str, int] | None = None
+    """Axis → ranks, as each rank must report it in `ModelBuilt.mesh`; {}: no axis. None: not known."""
 
     @property
     def ranks(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank holds less than the whole model, or has less than samples of its own."""
+        return self.shard > 1 or self.sequence > 1 or bool(self.axes)
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return which copy of the model a rank has a part of, and which part."""

@@ -44,15 +44,11 @@ def devices_of_a_process(section: RoleSection) -> int:
 
 
 def mesh_of(section: RoleSection) -> Mesh | None:
-    """Return the mesh that a role's model or samples are cut along; None where every rank holds the whole model and has
-    samples of its own, or it is not known (`mesh_is_known`). The axes need not give the role's processes: a rule says
-    so."""
-    engine, sequence = engine_of(section), sequence_parallel_of(section)
+    """Return the mesh of a role's ranks; None where its engine does not say how they hold the model, or it has none.
+    The axes need not give the role's processes: a rule says so."""
+    engine = engine_of(section)
     mesh = None if engine is None else engine.mesh(section.processes)
-    if engine is None or mesh is None:
-        return None
-    cut = mesh.shard > 1 or sequence > 1 or engine.reported_mesh(section.processes)
-    return replace(mesh, sequence=sequence) if cut else None
+    return None if mesh is None else replace(mesh, sequence=sequence_parallel_of(section))
 
 
 def sequence_parallel_of(section: RoleSection) -> int:
@@ -62,9 +58,7 @@ def sequence_parallel_of(section: RoleSection) -> int:
 
 def axis_of(section: RoleSection, axis: str) -> int:
     """Return the ranks along an axis of the role's engine; 1 where it has none of that name."""
-    engine = engine_of(section)
-    axes = None if engine is None else engine.reported_mesh(section.processes)
-    return (axes or {}).get(axis, 1)
+    return (built_mesh(section) or {}).get(axis, 1)
 
 
 def ranks_of_a_row(section: RoleSection) -> int:
@@ -72,23 +66,18 @@ def ranks_of_a_row(section: RoleSection) -> int:
     return axis_of(section, TENSOR) * axis_of(section, PIPELINE) * axis_of(section, CONTEXT)
 
 
-def mesh_is_known(section: RoleSection) -> bool:
-    """Return whether the role's engine says how its ranks hold the model. (A role without an engine holds none.)"""
-    engine = engine_of(section)
-    return engine is None or engine.mesh(section.processes) is not None
-
-
 def built_mesh(section: RoleSection) -> dict[str, int] | None:
     """Return axis → ranks, as the engine must report it in `ModelBuilt.mesh`; None where that is not known."""
-    engine, sequence = engine_of(section), sequence_parallel_of(section)
-    axes = None if engine is None else engine.reported_mesh(section.processes)
-    return axes if axes is None or sequence == 1 else {**axes, SEQUENCE: sequence}
+    mesh = mesh_of(section)
+    if mesh is None or mesh.axes is None:
+        return None
+    return {**mesh.axes, **({SEQUENCE: mesh.sequence} if mesh.sequence > 1 else {})}
 
 
 def shard_groups(section: RoleSection) -> list[RankGroup]:
     """Return one group per copy of the model; empty where nothing is cut."""
     mesh = mesh_of(section)
-    if mesh is None:
+    if mesh is None or not mesh.is_cut:
         return []
     by_copy = sorted(_ranks(section, mesh), key=lambda rank: (rank.replica, rank.shard))
     return _cut(by_copy, mesh.shard)

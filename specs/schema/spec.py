@@ -220,9 +220,7 @@ class Spec(Table):
     @property
     def columns_read(self) -> frozenset[str]:
         """Columns of the batch that the advantage, the penalty in the reward, the correction or the loss reads."""
-        algorithm = self.algorithm
-        before = (*algorithm.advantage.columns, *algorithm.penalty_columns, *algorithm.correction_columns)
-        return frozenset((*before, *self.loss.columns))
+        return frozenset((*self.algorithm.columns, *self.loss.columns))
 
     @property
     def needs_ref(self) -> bool:

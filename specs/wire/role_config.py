@@ -9,6 +9,7 @@ from pydantic import Field
 
 from specs.attention import Attention
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
+from specs.schema.eval_sets import Evaluation
 from specs.schema.role_section import DType, Lora, Optimizer
 from specs.schema.roles import DATA, REWARD, ROLLOUT, HeadKind, RoleName
 from specs.schema.sections import DataSection
@@ -68,22 +69,12 @@ class TextConfig(Table):
     spec_dir: str
 
 
-class EvalSource(Table):
-    """The prompts of one evaluation. `key`: where the spec names them."""
-
-    key: str
-    name: str
-    data: str  # empty: the last rows of `data.train` are held out
-    split: str
-    prompts: int
-
-
 class DataConfig(TextConfig):
     """Build request of the data role."""
 
     role: RoleName = DATA
     data: DataSection
-    evals: tuple[EvalSource, ...] = ()
+    evals: tuple[Evaluation, ...] = ()
     needs_answer: bool  # a row without `data.answer_column` is a bad one
     needs_columns: tuple[str, ...] = ()  # what else every row must have, for scoring
     tells_messages: bool = False  # whether rows travel with the conversation that their prompt was made from

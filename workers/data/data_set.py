@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from backends.hf.tokenizer import TextCodec
 from specs.errors import DataError
+from specs.schema.eval_sets import Evaluation
 from specs.wire.batch import Column
-from specs.wire.role_config import DataConfig, EvalSource
+from specs.wire.role_config import DataConfig
 from workers.data.prompts import PromptTable, build_table
 from workers.data.row_source import read_rows
 
@@ -143,7 +144,7 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
     return RunData(PromptStream(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
 
 
-def _rows_to_train_on(one: EvalSource, rows: int, source: str) -> int:
+def _rows_to_train_on(one: Evaluation, rows: int, source: str) -> int:
     """Return how many rows of `source` are left to train on. Raises DataError where none are."""
     if rows <= one.prompts:
         hint = f"lower {one.key}.prompts, or name another source in {one.key}.data"

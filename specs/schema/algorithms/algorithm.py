@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, StringConstraints, create_model
 
@@ -48,10 +48,6 @@ class Advantage(Table):
     # Columns of the batch that it reads besides scores, groups and masks.
     columns: ClassVar[tuple[str, ...]] = ()
 
-    def placed(self, spec_dir: Path) -> Self:
-        """Return the table with its paths made absolute."""
-        return self
-
 
 class FunctionAdvantage(Advantage):
     """A function of the user's, of rollouts' scores, groups and loss tokens."""
@@ -60,9 +56,6 @@ class FunctionAdvantage(Advantage):
     path: str
 
     equal_is_silent: ClassVar[bool] = True  # whoever throws such groups away wants it so
-
-    def placed(self, spec_dir: Path) -> Self:
-        return self.model_copy(update={"path": str(spec_dir / self.path)})
 
 
 # ── losses ────────────────────────────────────────────────────────────────────────────────────────
@@ -100,10 +93,6 @@ class AnyLoss(Table):
         """Columns of the batch that an update with this loss reads."""
         raise NotImplementedError
 
-    def placed(self, spec_dir: Path) -> Self:
-        """Return the loss with its paths made absolute."""
-        return self
-
     @classmethod
     def summed(cls) -> tuple[str, ...]:
         """Return the sources that an engine adds up over its loss tokens, in the order of its report."""
@@ -113,6 +102,9 @@ class AnyLoss(Table):
     def maxima(cls) -> tuple[str, ...]:
         """Return the sources of which an engine reports the maximum over its loss tokens."""
         return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce == "token_max"))
+
+
+_GAP = "|log-prob of the sampler - of the trainer before the update| of a sampled token."
 
 
 class Loss(AnyLoss):
@@ -130,14 +122,7 @@ class Loss(AnyLoss):
         LossMetric(
             "actor/kl", "kl", "token_mean", "Estimate of KL(actor ‖ ref); 0 without a reference.", "nats per token"
         ),
-        LossMetric(
-            "rollout/logprob_gap",
-            "logprob_gap",
-            "token_mean",
-            "|log-prob of the sampler - of the trainer before the update| of a sampled token.",
-            "nats",
-            before_learning=True,
-        ),
+        LossMetric("rollout/logprob_gap", "logprob_gap", "token_mean", _GAP, "nats", before_learning=True),
         LossMetric(
             "rollout/logprob_gap_max",
             "logprob_gap_max",
@@ -158,17 +143,16 @@ class Loss(AnyLoss):
     sequence_columns: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def needs_ref(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the batch that an update with this loss reads."""
         old = ("old_logprob_T",) if self.anchor == "trainer" else ()
-        ref = ("ref_logprob_T",) if self.needs_ref else ()
+        ref = ("ref_logprob_T",) if self.kl_coef > 0 else ()
         correction = ("correction_T",) if self.corrected else ()
         covariant = ("covariant_T",) if self.selects_covariant else ()
         return ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T", *old, *ref, *correction, *covariant)
+
+
+_APPROX_KL = "Estimate of the KL from the policy that the ratio is against to the learning one."
 
 
 class RatioLoss(Loss):
@@ -176,13 +160,7 @@ class RatioLoss(Loss):
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         *Loss.metrics,
-        LossMetric(
-            "actor/approx_kl",
-            "approx_kl",
-            "token_mean",
-            "Estimate of the KL from the policy that the ratio is against to the learning one.",
-            "nats per token",
-        ),
+        LossMetric("actor/approx_kl", "approx_kl", "token_mean", _APPROX_KL, "nats per token"),
         LossMetric("actor/ratio", "ratio", "token_mean", "The loss's ratio of probabilities, before any clip."),
     )
 
@@ -192,9 +170,6 @@ class FunctionLoss(RatioLoss):
 
     kind: Literal["own_function"] = "own_function"
     path: str
-
-    def placed(self, spec_dir: Path) -> Self:
-        return self.model_copy(update={"path": str(spec_dir / self.path)})
 
 
 # ── algorithms ────────────────────────────────────────────────────────────────────────────────────
@@ -305,14 +280,12 @@ class Algorithm(Table):
         return _filled(table, self, anchor=anchor, corrected=self.correction is not None, **more)
 
     @property
-    def penalty_columns(self) -> tuple[str, ...]:
-        """Columns of the batch that the penalty in the reward is computed from."""
-        return ("old_logprob_T", "ref_logprob_T") if self.kl_in == "reward" and self.kl_coef else ()
-
-    @property
-    def correction_columns(self) -> tuple[str, ...]:
-        """Columns of the batch that the correction is computed from."""
-        return ("old_logprob_T", "rollout_logprob_T") if self.correction is not None else ()
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the batch that are read before the loss: by the advantage, a penalty in the reward, a
+        correction."""
+        penalty = ("old_logprob_T", "ref_logprob_T") if self.kl_in == "reward" and self.kl_coef else ()
+        correction = ("old_logprob_T", "rollout_logprob_T") if self.correction is not None else ()
+        return (*self.advantage.columns, *penalty, *correction)
 
     @property
     def value_loss(self) -> AnyLoss | None:
@@ -326,6 +299,12 @@ class Algorithm(Table):
 
 
 _NO_KEYS = ("kind", "corrected")  # of a loss: nobody writes them
+
+
+def placed(table: T, spec_dir: Path) -> T:
+    """Return an advantage or a loss with the path of its function made absolute."""
+    path = getattr(table, "path", None)
+    return table if path is None else table.model_copy(update={"path": str(spec_dir / path)})
 
 
 def _filled(table: type[T], keys: Table, **more: Any) -> T:

@@ -25,10 +25,7 @@ class DdpTable(OwnModules):
     engine_class: ClassVar[str | None] = "backends.ddp.engine:DdpTrainEngine"
 
     def mesh(self, processes: int) -> Mesh:
-        return Mesh(processes, 1)
-
-    def reported_mesh(self, processes: int) -> dict[str, int]:
-        return {}
+        return Mesh(processes, 1, axes={})
 
     def adds_gradients_in_place(self, dtype: DType) -> bool:
         return dtype == "fp32"

@@ -77,11 +77,6 @@ class EngineTable(Table):
         """Return how the ranks of a role hold the model. None: not known."""
         return None
 
-    def reported_mesh(self, processes: int) -> dict[str, int] | None:
-        """Return axis → ranks, as each rank must report it in `ModelBuilt.mesh`; {}: no axis. None: not known, or it
-        reports none."""
-        return None
-
     def devices_per_process(self) -> int:
         """Return the GPUs that the plan gives each process."""
         return 1

@@ -26,10 +26,7 @@ class FakeTable(EngineTable):
     negligible_memory: ClassVar[bool] = True
 
     def mesh(self, processes: int) -> Mesh:
-        return Mesh(processes, 1)
-
-    def reported_mesh(self, processes: int) -> dict[str, int]:
-        return {}
+        return Mesh(processes, 1, axes={})
 
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse a fake engine beside a real one, and what a numpy model on the CPU has no use for."""

@@ -40,11 +40,8 @@ class Fsdp2Table(OwnModules):
 
     def mesh(self, processes: int) -> Mesh:
         """Take what `replicate` leaves where `shard` is unset. A rule refuses axes that do not give the processes."""
-        return Mesh(self.replicate, self.shard or max(1, processes // self.replicate))
-
-    def reported_mesh(self, processes: int) -> dict[str, int]:
-        mesh = self.mesh(processes)
-        return {"replicate": mesh.replicate, "shard": mesh.shard}
+        shard = self.shard or max(1, processes // self.replicate)
+        return Mesh(self.replicate, shard, axes={"replicate": self.replicate, "shard": shard})
 
     def alone(self) -> Self:
         return self.model_copy(update={"replicate": 1, "shard": None})

@@ -86,13 +86,10 @@ class MegatronTable(TrainedHere):
 
     def mesh(self, processes: int) -> Mesh:
         """Return the mesh; a rule refuses axes that do not give the role's processes."""
-        blocks = self.pipeline_parallel if self.order.endswith("pp") else 1
-        return Mesh(max(1, processes // self.group), self.group, blocks=blocks)
-
-    def reported_mesh(self, processes: int) -> dict[str, int]:
-        replicas = self.mesh(processes).replicate
+        replicas, blocks = max(1, processes // self.group), self.pipeline_parallel if self.order.endswith("pp") else 1
         experts = (self.expert_parallel, self.ranks_of_expert)
-        return mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel, experts, self.context_parallel)
+        axes = mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel, experts, self.context_parallel)
+        return Mesh(replicas, self.group, blocks=blocks, axes=axes)
 
     def alone(self) -> Self:
         return type(self)(logits_chunk_tokens=self.logits_chunk_tokens, megatron=self.megatron)

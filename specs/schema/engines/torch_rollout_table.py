@@ -28,10 +28,7 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     parallel_on_cpu: ClassVar[bool | None] = False
 
     def mesh(self, processes: int) -> Mesh:
-        return Mesh(processes, 1)
-
-    def reported_mesh(self, processes: int) -> dict[str, int]:
-        return {}
+        return Mesh(processes, 1, axes={})
 
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         longest = context.max_prompt_tokens

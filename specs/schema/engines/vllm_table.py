@@ -70,10 +70,7 @@ class VllmTable(RolloutTable):
     parallel_on_cpu: ClassVar[bool | None] = True
 
     def mesh(self, processes: int) -> Mesh:
-        return Mesh(processes, 1)
-
-    def reported_mesh(self, processes: int) -> dict[str, int]:
-        return {"tensor": self.tensor_parallel} if self.tensor_parallel > 1 else {}
+        return Mesh(processes, 1, axes={"tensor": self.tensor_parallel} if self.tensor_parallel > 1 else {})
 
     def devices_per_process(self) -> int:
         return self.tensor_parallel

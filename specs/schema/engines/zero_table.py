@@ -41,10 +41,7 @@ class ZeroTable(OwnModules):
     where_to_get: ClassVar[str] = "rlctl setup-engine deepspeed adds it"
 
     def mesh(self, processes: int) -> Mesh:
-        return Mesh(1, processes)
-
-    def reported_mesh(self, processes: int) -> dict[str, int]:
-        return {"shard": processes}
+        return Mesh(1, processes, axes={"shard": processes})
 
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse stages and offloads that cannot be, and extra keys that contradict the spec."""

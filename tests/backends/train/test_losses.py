@@ -121,7 +121,7 @@ def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor, 
     count, loss = 400, loss.model_copy(update={"anchor": anchor, "corrected": corrected})
     logprob, old, ref, rollout = (rng.normal(-2, 1.0, count) for _ in range(4))
     weight, advantage, entropy, _ = rng.random(count), *rng.normal(size=(3, count))
-    optional = (old if anchor == "trainer" else None, ref if loss.needs_ref else None)
+    optional = (old if anchor == "trainer" else None, ref if loss.kl_coef else None)
     correction = rng.random(count) * (rng.random(count) > 0.2) if corrected else None
     given = FakeColumns(weight, advantage, rollout, *optional, correction_N=correction)
     expected = fake_policy_loss(logprob, entropy, given, loss)

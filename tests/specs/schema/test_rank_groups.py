@@ -69,7 +69,7 @@ def test_stages_lie_furthest_apart_where_megatron_has_them_so(
 
 def test_what_replicate_leaves_is_sharded() -> None:
     section = actor(Fsdp2Table(replicate=4), 8)
-    assert mesh_of(section) == Mesh(replicate=4, shard=2)
+    assert mesh_of(section) == Mesh(replicate=4, shard=2, axes={"replicate": 4, "shard": 2})
     assert ranks(section) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert built_mesh(section) == {"replicate": 4, "shard": 2}
 
@@ -77,7 +77,7 @@ def test_what_replicate_leaves_is_sharded() -> None:
 def test_zero_is_one_group_and_ddp_none() -> None:
     assert ranks(actor(ZeroTable(kind="zero3"), 4)) == [[0, 1, 2, 3]]
     assert built_mesh(actor(ZeroTable(stage=1), 4)) == {"shard": 4}
-    assert (mesh_of(actor(DdpTable(), 4)), built_mesh(actor(DdpTable(), 4))) == (None, {})
+    assert (ranks(actor(DdpTable(), 4)), built_mesh(actor(DdpTable(), 4))) == ([], {})
 
 
 def test_ranks_that_share_samples_lie_on_two_axes_more() -> None:

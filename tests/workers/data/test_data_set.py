@@ -12,7 +12,6 @@ import pytest
 
 import specs
 from backends.hf.tokenizer import TextCodec, load_codec
-from rlctl.processes.role_configs import eval_source
 from specs.errors import DataError
 from specs.schema.eval_sets import EvalSection
 from specs.schema.sections import DataSection
@@ -62,7 +61,7 @@ def run_data(folder: Path, codec: TextCodec, *, eval_keys: dict[str, Any] | None
         "model_path": codec.model_path,
         "trust_remote_code": False,
         "data": section(**keys).model_dump(),
-        "evals": [eval_source(one).model_dump() for one in held.evaluations] if held else [],
+        "evals": [one.model_dump() for one in held.evaluations] if held else [],
         "needs_answer": True,
         "row_columns": None,
         "seed": 7,

@@ -84,7 +84,7 @@ def test_the_anchor_and_the_columns_it_needs(
         algorithm = PRESETS[kind].model_validate({"kind": kind, "group_size": 4, **updates})
         loss = algorithm.loss(algorithm.ratio_against(runs_ahead=runs_ahead))
         assert (loss.anchor, loss.columns) == (anchor, (*BASE, *more, *covariant))
-        assert loss.needs_ref == ("kl_coef" in updates)
+        assert ("ref_logprob_T" in loss.columns) == ("kl_coef" in updates)
 
 
 def test_a_loss_travels_whole() -> None:

@@ -82,11 +82,11 @@ def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
     engine = MegatronTable(tensor_parallel=2, pipeline_parallel=2)
     mesh = engine.mesh(8)
     assert (mesh.replicate, mesh.shard) == (2, 4)
-    assert engine.reported_mesh(8) == {"data": 2, "pipeline": 2, "tensor": 2}
+    assert engine.mesh(8).axes == {"data": 2, "pipeline": 2, "tensor": 2}
     assert engine.alone().mesh(1).ranks == 1
     cut = MegatronTable(tensor_parallel=2, context_parallel=2)
     assert (cut.mesh(8).replicate, cut.mesh(8).shard) == (2, 4)
-    assert cut.reported_mesh(8) == {"data": 2, "pipeline": 1, "tensor": 2, "context": 2}
+    assert cut.mesh(8).axes == {"data": 2, "pipeline": 1, "tensor": 2, "context": 2}
     assert cut.alone().mesh(1).ranks == 1
 
 
