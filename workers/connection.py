@@ -165,7 +165,7 @@ def _beat() -> list[Buffer]:
 def _dump() -> Message:
     """Write the stacks of all threads to the log, and the recorded collectives of the group beside it. This runs in the
     channel's thread, for the main one may answer no more."""
-    print("── where this rank is: the driver asked for all stacks ──", file=sys.stderr, flush=True)
+    print("── where this rank is: the driver requested all stacks ──", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     try:
         recorded = flight_recorder.dump()

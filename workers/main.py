@@ -133,8 +133,8 @@ def _follow_the_driver(role: str, index: int) -> None:
 def _see_own_device(local_rank: int) -> None:
     """Leave visible only this rank's share of the role's GPUs on this host: to every engine they count from 0. The
     share is one GPU, or those that a replica is split across."""
-    if (asked := os.environ.get("RLCTL_DEVICES")) is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = asked
+    if (devices := os.environ.get("RLCTL_DEVICES")) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("RLCTL_LOCAL_SIZE", str(len(visible)))))
     if len(visible) > 1 and local_rank < processes <= len(visible):

@@ -89,7 +89,7 @@ class Call:
     def receive(self, rank: int, message: Message) -> None:
         """Hand on a PART, keep an ANSWER."""
         if message.kind is Kind.PART:
-            assert self._on_part is not None, f"nobody takes the parts of {self.verb}"
+            assert self._on_part is not None, f"no handler for the parts of {self.verb}"
             self._on_part(message)
         else:
             self.answers[rank] = message

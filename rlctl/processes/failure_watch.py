@@ -35,7 +35,7 @@ from specs.wire.messages import Kind, Message, Verb
 
 _TICK_S = 0.1
 _LOOK_S = 0.05  # between two looks at processes and calls: the driver ticks at every message
-_EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
+_EXIT_GRACE_S = 0.5  # a rank that ends by itself may have sent why: let that message arrive
 _STACKS_S = 3.0  # for a rank without a sign of life to write where it is into its log
 _WRITTEN_S = 0.1  # without another line: it has written all
 _MUTE = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)  # processes that write nothing
@@ -45,7 +45,7 @@ _IN_A_SYNC = frozenset(role.name for role in ROLES.values() if role.holds_model)
 
 
 class FailureWatch:
-    """Watches processes, deadlines and progress. `pump` handles what has arrived, for stacks that were asked for."""
+    """Watch processes, deadlines and progress. `pump` handles what has arrived, for requested stacks."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class FailureWatch:
         self._watch, self._pump = watch, pump
         self._blame = Blame()
         self._ended: set[str] = set()  # marks of processes whose end is known
-        self._dumped: set[Place] = set()  # ranks that have written their stacks since that was asked for
+        self._dumped: set[Place] = set()  # ranks that have written their stacks since the request
         self._checked_at = self._progress_at = 0.0
         self._dropped_at = 0.0  # when a rank was dropped last: verbs sent before that may fail because of it
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────
 
     def heard_error(self, role: str, rank: int, message: Message, error: ErrorBody) -> None:
-        """Take in what a rank says has failed."""
+        """Take in an error of a rank."""
         of_now = self._groups[role].sent(message.call) is not None
         unbuilt = message.call == 0 or message.verb is Verb.BUILD
         if of_now or message.call == 0:  # 0: the role could not be made; others: of a verb that has failed already

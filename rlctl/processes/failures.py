@@ -18,7 +18,7 @@ from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Verb
 
 ROOT_CAUSE_GRACE_S = 2.0  # how long a failure that may be secondary waits for its root cause
-# The same where a launcher stands between: it ends the other ranks before it says which one failed.
+# The same where a launcher stands between: it ends the other ranks before it reports which one failed.
 LAUNCHER_GRACE_S = 20.0
 
 # Ends that follow from others: a process aborts itself when its peer is gone, a launcher ends the rest.

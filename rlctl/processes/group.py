@@ -39,7 +39,7 @@ class Group:
     """All ranks of one role. A rank serves one verb at a time; further ones wait in line."""
 
     def __init__(self, role: str, size: int, channel: Channel) -> None:
-        self.role, self.processes = role, size  # of all that were asked for
+        self.role, self.processes = role, size  # as many as the spec names
         self.line: deque[Call] = deque()  # in the order in which they were posted, also those in flight
         self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
         self._channel = channel

@@ -60,9 +60,9 @@ def check_hosts(
         return {}
     with ExitStack() as stack:
         doors = [stack.enter_context(_door(questions["address"], port)) for port in questions["ports"]]
-        asked = Questions(**{**questions, "ports": [door.getsockname()[1] for door in doors]})
+        questions = Questions(**{**questions, "ports": [door.getsockname()[1] for door in doors]})
         pool = stack.enter_context(ThreadPoolExecutor(len(hosts)))
-        results = [*pool.map(lambda host: _check(host, asked), hosts)]
+        results = [*pool.map(lambda host: _check(host, questions), hosts)]
     unreached = [result for result in results if result.unreached]
     if not may_lack(frozenset(result.host.number for result in unreached)):
         unreached = []

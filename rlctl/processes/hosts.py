@@ -104,14 +104,14 @@ def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
     short = [name for name in roles if spec.role(name).nodes > has]
     if short:
         hint = f"ask for more with #SBATCH --nodes, or set {short[0]}.nodes = {has}"
-        asked = str(spec.role(short[0]).nodes)
+        nodes = str(spec.role(short[0]).nodes)
         listed = env.get("SLURM_JOB_NODELIST_HET_GROUP_0", env.get("SLURM_JOB_NODELIST", ""))
         named = f": {listed}" if listed else ""
-        raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, asked)])
+        raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, nodes)])
 
 
 def _questions(spec: Spec, spec_dir: Path, plan: Plan) -> Questions:
-    """Return what every host is asked."""
+    """Return the questions to every host."""
     models = {path for role, path in model_paths(spec, spec_dir).items() if spec.role(role).leaves_host}
     return Questions(
         version=__version__,

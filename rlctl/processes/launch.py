@@ -118,7 +118,7 @@ class Launcher:
         return self._stores[-1]
 
     def _reserve_port(self) -> int:
-        """Bind a port, so that the kernel gives it to nobody else until `stop`. A store that sets SO_REUSEADDR, as
+        """Bind a port, so that the kernel gives it to no other process until `stop`. A store that sets SO_REUSEADDR, as
         torch's do, may listen there."""
         held = socket.socket()
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -202,7 +202,7 @@ class Launcher:
         _signal_groups(here, signal.SIGCONT)  # a stopped process obeys only once it goes on
         _wait_for_all([*self._processes, *shells], grace_s)
         _kill_all_of(here)
-        # A remote shell that is killed early leaves nobody to say that its host is clean.
+        # A remote shell that is killed early cannot report that its host is clean.
         _wait_for_all([*self._processes, *shells], _REMOTE_GRACE_S)
         for shell in shells:
             signal_group(shell.pid, signal.SIGKILL)

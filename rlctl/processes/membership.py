@@ -1,4 +1,4 @@
-"""Keep who is there: the processes of the ranks, what each said when it joined, and the hosts that may still join."""
+"""Keep who is there: the processes of the ranks, how each introduced itself, and the hosts that may still join."""
 
 from __future__ import annotations
 

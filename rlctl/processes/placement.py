@@ -137,11 +137,11 @@ def make_plan(
 
 def usable_cores() -> int:
     """Return the cores this process may use: RLCTL_CPU_CORES, else its affinity, limited to a container's quota."""
-    if asked := os.environ.get("RLCTL_CPU_CORES"):
-        if not asked.isdecimal() or int(asked) == 0:
+    if cores_set := os.environ.get("RLCTL_CPU_CORES"):
+        if not cores_set.isdecimal() or int(cores_set) == 0:
             hint = "unset it to use every core"
-            raise SpecError([Problem("RLCTL_CPU_CORES", "must be a positive whole number", hint, asked)])
-        return int(asked)
+            raise SpecError([Problem("RLCTL_CPU_CORES", "must be a positive whole number", hint, cores_set)])
+        return int(cores_set)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CGROUP_LIMIT.read_text().split()
@@ -226,11 +226,11 @@ class _Planner:
         return tuple(word.replace("{host}", host) for word in self.cluster.remote_shell)
 
 
-def _interpreter(asked: str, spec_dir: Path) -> str:
-    if not asked:
+def _interpreter(python: str, spec_dir: Path) -> str:
+    if not python:
         return sys.executable
     # Not resolved: the link bin/python is what makes an interpreter that of its virtual environment.
-    return os.path.abspath(spec_dir / Path(asked).expanduser())
+    return os.path.abspath(spec_dir / Path(python).expanduser())
 
 
 def _command(

@@ -1,11 +1,11 @@
 """The state of every rank that was started, in one table with one owner: which have failed, which may be started again,
 and how often still.
 
-A rank fails when its process ended, when it gave no sign of life, when it says that its engine died, or when it makes
-no progress (`stall_watch.py`). Where the restart policy allows it, it is started again; otherwise the run ends. What
-would only repeat (an error that a verb raised, a missed deadline) changes no rank's state: it ends the run as with any
-role. Where the run may go on with fewer (`least`), a rank that never took part is left out for any of these, and one
-that is only late joins when it comes.
+A rank fails when its process ended, when it gave no sign of life, when its engine died, or when it makes no progress
+(`stall_watch.py`). Where the restart policy allows it, it is started again; otherwise the run ends. What would only
+repeat (an error that a verb raised, a missed deadline) changes no rank's state: it ends the run as with any role. Where
+the run may go on with fewer (`least`), a rank that never took part is left out for any of these, and one that is only
+late joins when it comes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RankStates:
         return self._states[place]
 
     def failed(self, role: str) -> list[int]:
-        """Return the ranks of a role that nobody needs to wait for, and that can be started again."""
+        """Return the ranks of a role that no reply is expected from, and that can be started again."""
         return self._ranks(role, RankState.FAILED)
 
     def dropped(self, role: str) -> list[int]:

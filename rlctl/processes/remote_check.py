@@ -88,7 +88,7 @@ def problem_here(questions: Questions) -> Problem | None:
         message = f"{path} is not on host {host}, or another file than here"
         return problem(message, "all hosts must run the same functions: copy it anew, or share its folder")
     if (count := gpu_count()) is not None and questions["gpus"] > count:
-        message = f"host {host} has {count} GPUs, and number {questions['gpus'] - 1} is asked for"
+        message = f"host {host} has {count} GPUs, and the spec names number {questions['gpus'] - 1}"
         return problem(message, "name GPUs that every node of the role has, or use other hosts")
     if questions["machine"] and questions["machine"] == this_machine():
         hint = "give each machine one line, and start rlctl on the first of them"

@@ -1,7 +1,7 @@
 """No progress: every rank is alive, verbs are in flight, and nothing has moved for `run.stall_timeout_s`.
 
 What moves: a verb that is sent, answered or answered in part, a rank that joins or is lost, a count in a heartbeat
-(`specs/wire/heartbeat.py`): a token, a grade, a micro-batch, a weight. As long as anything moves anywhere, nobody is
+(`specs/wire/heartbeat.py`): a token, a grade, a micro-batch, a weight. As long as anything moves anywhere, no rank is
 stalled: slow is not stuck. Verbs that may be long without counting are judged by their deadlines alone.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlctl.processes.launch import Place
 from specs.wire.heartbeat import Activity, Moving
 
-_MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is nobody's stall
+_MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is no stall
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,18 @@ class StallWatch:
 
     def _all_judged(self, waiting: Mapping[Place, Waiting]) -> bool:
         """Return whether every rank would count, were there progress."""
-        said = (self.of(place, one) for place, one in waiting.items())
-        return all(activity is None or activity.counted for activity in said)
+        activities = (self.of(place, one) for place, one in waiting.items())
+        return all(activity is None or activity.counted for activity in activities)
 
     def chain(self, waiting: Mapping[Place, Waiting]) -> Stall:
-        """Return the stall of these ranks, at least one. The culprits are those that wait for nobody; where each
+        """Return the stall of these ranks, at least one. The culprits are those that wait for no other; where each
         waits for another, all of them."""
-        said = {place: self.of(place, one) for place, one in waiting.items()}
-        idle = {place: one for place, one in said.items() if one is None or not one.waits_for}
-        culprits = idle or said
-        links = [f"{_name(place)} waits for {one.waits_for}" for place, one in said.items() if one and one.waits_for]
+        activities = {place: self.of(place, one) for place, one in waiting.items()}
+        idle = {place: one for place, one in activities.items() if one is None or not one.waits_for}
+        culprits = idle or activities
+        links = [
+            f"{_name(place)} waits for {one.waits_for}" for place, one in activities.items() if one and one.waits_for
+        ]
         step = next((one.step for one in waiting.values() if one.step is not None), None)
         ends = [f"{_name(place)}, which is in {self._words(waiting[place], one)}" for place, one in culprits.items()]
         who = "the driver" if step is None else f"step {step}"

@@ -36,7 +36,7 @@ def gloo(rank: Rank) -> Mapping[Verb, Handler]:
 
 
 def shm(rank: Rank) -> Mapping[Verb, Handler]:
-    """The actor's verbs and the rollout's, for one weight of `NBYTES`. The one told to be the `victim` ends in it."""
+    """The actor's verbs and the rollout's, for one weight of `NBYTES`. The `victim` ends in it."""
     writer, reader = ShmWriter({}), ShmReader({}, rank.rank)
 
     def export_begin(message: Message, emit: Emit) -> Reply:

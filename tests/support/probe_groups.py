@@ -68,7 +68,7 @@ def judge_silence_of(groups: Groups, role: str, rank: int, after_s: float = 1.5)
 
 
 def doing(groups: Groups, role: str, rank: int) -> Activity | None:
-    """What a rank has said of the verb that it serves; None: nothing yet."""
+    """A rank's report on the verb that it serves; None: none yet."""
     waiting = groups.failures.waiting().get((role, rank))
     return None if waiting is None else groups.watch.of((role, rank), waiting)
 

@@ -1,4 +1,4 @@
-"""A role that does what the `ping` body says: the ranks of the channel's tests."""
+"""A role that does what the `ping` body names: the ranks of the channel's tests."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_driver_pauses_do_not_count_against_heartbeats() -> None:
         link = _join(hub)
         link._closing.set()
         hub._closing.set()
-        hub._thread.join()  # nobody looks but this one
+        hub._thread.join()  # only this thread looks
         hub._closing.clear()
         (peer,) = hub._peers.values()
         hub._polled, peer.heard = hub._polled - 60, hub._polled - 60

@@ -98,7 +98,7 @@ def test_an_abort_waits_for_a_better_cause_and_torchrun_reports_the_first_rank(t
         "torchrun: its process ended with exit code 1",
         None,
     )
-    log.write_text("rank 7 says: exitcode  : 3\n" + REPORT)
+    log.write_text("rank 7: exitcode  : 3\n" + REPORT)
     reported = from_end(launcher, 1)
     assert (reported.rank, "SIGKILL" in reported.message, blamed(reported)) == (1, True, reported)
 
@@ -133,7 +133,7 @@ def test_shared_memory_the_killed_end_is_blamed_and_not_the_other(tmp_path: Path
             for call in calls:
                 call.result()
 
-        send("nobody")
+        send("none")
         with pytest.raises(RoleFailure, match="SIGKILL") as caught:
             send(victim)
         assert caught.value.role == victim

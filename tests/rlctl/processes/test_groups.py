@@ -1,4 +1,4 @@
-"""Groups of real processes: what they answer, and what the person is told when one of them fails."""
+"""Groups of real processes: what they answer, and what a person reads when one of them fails."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ def restart(groups: Groups) -> list[int]:
 
 
 def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None:
-    said: list[Evidence] = []
+    failures: list[Evidence] = []
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
         rollout, parts = groups["rollout"], []
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 2, said.append))
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 2, failures.append))
         first = [answer.body["pid"] for answer in rollout.call(Verb.PING)]
 
         call = rollout.post(Verb.PING, [{"parts": 1}, {"do": "kill"}], step=3, on_part=parts.append)
@@ -58,7 +58,7 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
             call.result()
         assert (caught.value.call, sorted(call.answers), call.failed) == (call, [0], {1})
         assert [part.body["rank"] for part in parts] == [0]
-        assert [(one.rank, "SIGKILL" in one.message) for one in said] == [(1, True)]
+        assert [(one.rank, "SIGKILL" in one.message) for one in failures] == [(1, True)]
         with pytest.raises(RanksFailed):  # until it is back, nothing is sent to it, and nothing waits for it
             rollout.call(Verb.PING)
 
@@ -119,13 +119,13 @@ def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(
         groups["actor"].settle()
         restart(groups)
         monkeypatch.setattr(rlctl.processes.failure_watch, "ROOT_CAUSE_GRACE_S", 0.2)
-        with pytest.raises(RoleFailure, match="the other rank left"):  # nobody was lost: it is a failure
+        with pytest.raises(RoleFailure, match="the other rank left"):  # no rank has failed
             groups["actor"].call(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
 
 
 def test_who_waits_for_a_lost_replica_is_let_go(tmp_path: Path) -> None:
-    """Connections to a host whose network is down do not end: the driver says so, also where a verb of a pass still
-    counts on one that was dropped before."""
+    """Connections to a host whose network is down do not end: the driver releases its peers, also where a verb of a
+    pass still counts on one that was dropped before."""
     wait = {"do": "wait for a peer"}
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2), factory="sync_handlers") as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 0, least=1))
@@ -136,18 +136,18 @@ def test_who_waits_for_a_lost_replica_is_let_go(tmp_path: Path) -> None:
             export.result()
         with pytest.raises(RanksFailed):
             groups["rollout"].call(Verb.IMPORT_BUCKET, wait, ranks=[0, 1])
-        assert len(groups["rollout"].call(Verb.IMPORT_BUCKET)) == 1, "the next verb is not of those that were told"
+        assert len(groups["rollout"].call(Verb.IMPORT_BUCKET)) == 1, "the next verb is not of those that were released"
 
 
 def test_a_replica_that_is_lost_for_good_is_left_out(tmp_path: Path) -> None:
-    said: list[Evidence] = []
+    failures: list[Evidence] = []
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 3)) as groups:
         rollout = groups["rollout"]
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 0, said.append, least=2))
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 0, failures.append, least=2))
         with pytest.raises(RanksFailed) as caught:
             rollout.call(Verb.PING, [{}, {"do": "kill"}, {}])
         assert (sorted(caught.value.call.answers), caught.value.call.failed) == ([0, 2], {1})
-        assert [one.rank for one in said] == [1]
+        assert [one.rank for one in failures] == [1]
         assert (groups.ranks.failed("rollout"), groups.ranks.dropped("rollout")) == ([], [1])
         assert (rollout.size, rollout.here) == (2, [0, 2])
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 2]
@@ -167,8 +167,8 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path, "PROBE_GATE": str(gate)})
     with probe_groups(tmp_path, role_plan("actor", 1), plan, factory="gated", start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
-        told = FailureWarnings(groups, {2: "node-3"}, warnings.append)
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({2})))
+        on_failure = FailureWarnings(groups, {2: "node-3"}, warnings.append)
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1, far=frozenset({2})))
 
         def hurry() -> None:
             """The deadline passes as soon as the others are there, and the third waits."""
@@ -222,16 +222,16 @@ def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
             groups.tick()
             return knocks.exists() and len(knocks.read_text().split()) > times
 
-        told = FailureWarnings(groups, {1: "node-2"}, warnings.append)
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({1})))
+        on_failure = FailureWarnings(groups, {1: "node-2"}, warnings.append)
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1, far=frozenset({1})))
         groups.start()
         assert (ranks.late("rollout"), rollout.here) == ([1], [0])
         assert wait_until(lambda: knocked(2))
         (warning,) = warnings
         assert "rollout rank 1 on node-2 is not there: no answer within 20 s. The run goes on with 1 of 2" in warning
         gate.touch()
-        asked = len(knocks.read_text().split())
-        assert wait_until(lambda: knocked(asked + 2))
+        before = len(knocks.read_text().split())
+        assert wait_until(lambda: knocked(before + 2))
         assert f"is there, but cannot take part: host node-2 has no folder {model} (all hosts need" in warnings[1]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0]
         model.mkdir()
@@ -240,6 +240,6 @@ def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
             assert came == [1]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
         assert len(warnings) == 2
-        asked = len(knocks.read_text().split())
-        assert not knocked(asked), "nobody looks for it any more"
+        before = len(knocks.read_text().split())
+        assert not knocked(before), "it is looked for no longer"
         assert len([one for one in groups.launcher.started if one.ranks == (1,)]) == 1

@@ -57,7 +57,7 @@ def test_a_host_that_cannot_be_used_or_reached() -> None:
         ({"models": {"{tmp}": {"config.json": 3}}}, "{tmp}/config.json is not on host b, or of another size"),
         ({"models": {"{tmp}": {"config.json": 2}}}, ""),
         ({"files": {"{tmp}/config.json": "checksum"}}, "{tmp}/config.json is not on host b, or another file"),
-        ({"gpus": 8}, "host b has 4 GPUs, and number 7 is asked for"),
+        ({"gpus": 8}, "host b has 4 GPUs, and the spec names number 7"),
         ({"gpus": 4}, ""),
         ({"machine": remote_check.this_machine()}, "host b is the host where rlctl runs"),
     ],

@@ -91,8 +91,8 @@ def test_pods_and_gpus_are_those_of_the_spec_and_the_driver_knows_them_as_its_ho
     gpus = {gpu for role in spec.roles for gpu in spec.gpus(role)}
     assert sum(job["replicas"] * gpus_of(job) for job in jobs.values()) == len(gpus)
 
-    told = told_by(container_of(jobs["driver"])["command"], tmp_path)
-    overrides = [after for flag, after in pairwise(told) if flag == "--set"]
+    arguments = arguments_from(container_of(jobs["driver"])["command"], tmp_path)
+    overrides = [after for flag, after in pairwise(arguments) if flag == "--set"]
     plan = make_plan(load_spec(spec_file, overrides), tmp_path)
     label = manifest_name(spec_file)
     made = {f"{label}-{job}-{index}" for job, (count, _) in pods.items() for index in range(count)}
@@ -101,7 +101,7 @@ def test_pods_and_gpus_are_those_of_the_spec_and_the_driver_knows_them_as_its_ho
         assert node.shell == ("kubectl", "exec", "-i", f"job/{node.host}", "--", "sh")
 
 
-def told_by(command: Sequence[str], folder: Path) -> list[str]:
+def arguments_from(command: Sequence[str], folder: Path) -> list[str]:
     """What a driver's script tells rlctl, where claim and ConfigMap are `folder`."""
     assert command[:2] == ["bash", "-c"]
     (folder / "spec.toml").touch()
@@ -119,14 +119,14 @@ def test_the_shell_in_pods_is_right_and_calls_rlctl_as_it_is(tmp_path: Path) -> 
         shell, option, script = container_of(job)["command"]
         assert option == "-c"
         assert run_bash(shell, "-n", text=script).returncode == 0
-    command, spec, *options = told_by(container_of(jobs_in(file)["driver"])["command"], tmp_path)
+    command, spec, *options = arguments_from(container_of(jobs_in(file)["driver"])["command"], tmp_path)
     assert (command, spec) == ("train", "rlctl-quickstart.toml")
     known = {name for parameter in get_command(app).commands["train"].params for name in parameter.opts}  # type: ignore[attr-defined]
     assert {word for word in options if word.startswith("--")} <= known
     run = Path(options[options.index("--run-dir") + 1])
     run.mkdir(parents=True)
     (run / "resolved.json").touch()  # `RunDir.resolved`
-    again = told_by(container_of(jobs_in(file)["driver"])["command"], tmp_path)
+    again = arguments_from(container_of(jobs_in(file)["driver"])["command"], tmp_path)
     assert again == [command, spec, *options, "--resume"], "a run on the claim is resumed"
 
 

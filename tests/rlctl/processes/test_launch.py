@@ -79,7 +79,7 @@ def test_each_process_has_its_place_and_its_log(tmp_path: Path, monkeypatch: pyt
     assert tail(alone.log_path("actor", 0)) == "None None 0 None"
 
 
-def test_nobody_else_is_given_the_port_of_a_group(tmp_path: Path) -> None:
+def test_no_other_process_is_given_the_port_of_a_group(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, {})
     launcher.start(replace(_plan(SPEAKS, "MASTER_PORT", processes=2), world_size_of_group=2))
     try:
@@ -90,7 +90,7 @@ def test_nobody_else_is_given_the_port_of_a_group(tmp_path: Path) -> None:
         socket.create_server(("127.0.0.1", port)).close()  # sets SO_REUSEADDR, as torch's stores do
     finally:
         launcher.stop(grace_s=0.2)
-    assert wait_until(lambda: can_bind(port))  # though it may be given to somebody else for a while
+    assert wait_until(lambda: can_bind(port))  # though another process may have it for a while
 
 
 def can_bind(port: int) -> bool:

@@ -36,7 +36,7 @@ from specs.wire.messages import Verb
 
 BOUND_S = 80.0
 WANTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-# What srun does that matters here: a process per task, told its place in SLURM's words; all end when one fails.
+# What srun does that matters here: a process per task with its place in SLURM's words; all end when one fails.
 SRUN = """#!{python}
 import os, subprocess, sys, time
 words = sys.argv[1:]
@@ -64,7 +64,7 @@ def probe_plan(launcher: str, **section: Any) -> RolePlan:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that nobody else on this machine is given, for it is bound, and where torch's stores may listen."""
+    """A port that no other process on this machine is given, for it is bound, and where torch's stores may listen."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -127,7 +127,7 @@ def test_strangers_reach_loopback_alone_and_change_nothing_there(tmp_path: Path)
             return [answer.body["total"] for answer in groups["actor"].call(Verb.PING)]
 
         assert sums() == [4.0, 4.0]
-        assert disturb_all(before, tmp_path, at_least=3) == 0, "torch's store listens, although nobody needs it"
+        assert disturb_all(before, tmp_path, at_least=3) == 0, "torch's store listens, although no rank needs it"
         assert sums() == [4.0, 4.0]
 
 
@@ -159,8 +159,8 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connect
     monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
     with probe_groups(tmp_path, on_two_nodes("rollout", processes=4)) as groups:
         rollout = groups["rollout"]
-        said: list[Evidence] = []
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 3, said.append))
+        failures: list[Evidence] = []
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 3, failures.append))
         first = [answer.body for answer in rollout.call(Verb.PING)]
         assert [body["local_rank"] for body in first] == [0, 1, 0, 1]
         assert len({psutil.Process(body["pid"]).ppid() for body in first}) == 2, "this process, and one supervisor"
@@ -175,7 +175,7 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connect
 
         os.kill(psutil.Process(again[3]).ppid(), signal.SIGKILL)  # and with it the connection
         assert wait_until(lambda: (groups.tick(), groups.ranks.failed("rollout"))[1] == [2, 3])
-        assert "the connection to second ended" in said[-1].message
+        assert "the connection to second ended" in failures[-1].message
         with groups.restart("rollout") as ranks:
             assert ranks == [2, 3]
         assert len(rollout.call(Verb.PING)) == 4
@@ -206,18 +206,18 @@ def test_the_batch_script_says_what_the_engine_needs_on_more_hosts(tmp_path: Pat
     assert "Twice" not in write_batch_script(preset("quickstart", tmp_path), force=False).read_text()
 
 
-def told_by(
+def arguments_from(
     script: Path, folder: Path, nodes: list[str], *options: str, far: tuple[str, ...] = (), **more: str
 ) -> list[str]:
     """What a batch script tells rlctl in a job on these nodes; with `far`, those of its second part. The environment of
     rlctl is left in `folder`."""
     lists = {"n[0-9]": nodes, "far[0-9]": far}
     cases = "".join(f"'show hostnames {name}') printf '%s\\n' {' '.join(those)};;\n" for name, those in lists.items())
-    for name, says in (
+    for name, program in (
         ("rlctl", f'printf "%s\\n" "$@"; env -0 >{folder}/environment'),
         ("scontrol", f'case "$*" in\n{cases}*) exit 1;;\nesac'),
     ):
-        (folder / name).write_text(f"#!/bin/sh\n{says}\n")
+        (folder / name).write_text(f"#!/bin/sh\n{program}\n")
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-9]", **more}
     if far:
@@ -257,9 +257,9 @@ def test_replicas_are_on_the_hosts_of_a_job(
         text = spec.read_text().replace("[rollout]\n", f"[rollout]\n{section}", 1)
         text = text.replace("[reward]\n", "[reward]\nnodes = 2\nprocesses = 2\n", 1)
         spec.write_text(f"{text}\n[cluster]\nhostfile = 'h'\n")
-    told = told_by(write_batch_script(spec, force=False), tmp_path, nodes, far=far)
-    assert told[:2] == ["train", "quickstart.toml"]
-    overrides = [word for flag, word in pairwise(told) if flag == "--set"]
+    arguments = arguments_from(write_batch_script(spec, force=False), tmp_path, nodes, far=far)
+    assert arguments[:2] == ["train", "quickstart.toml"]
+    overrides = [word for flag, word in pairwise(arguments) if flag == "--set"]
     assert "actor.launcher=srun" in overrides
     made = make_plan(load_spec(spec, overrides), tmp_path)
     rollout, actor = made.role("rollout"), made.role("actor")
@@ -283,9 +283,9 @@ def test_replicas_are_on_the_hosts_of_a_job(
 
 def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
     script = write_batch_script(preset("quickstart", tmp_path), force=False)
-    assert "--resume" not in told_by(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1"), "nothing was begun"
+    assert "--resume" not in arguments_from(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1"), "nothing was begun"
     run = tmp_path / "runs" / "quickstart"
     run.mkdir(parents=True)
     (run / "resolved.json").touch()  # `RunDir.resolved`
-    assert "--resume" not in told_by(script, tmp_path, ["n0"])
-    assert "--resume" in told_by(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")
+    assert "--resume" not in arguments_from(script, tmp_path, ["n0"])
+    assert "--resume" in arguments_from(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")

@@ -129,7 +129,7 @@ def test_who_is_dropped(cause: Cause, far: set[int], limit: int, least: int | No
 def test_a_rank_that_may_not_be_restarted_is_gone(policy: RestartPolicy) -> None:
     ranks = ranks_that_run(policy)
     assert not ranks.fail(Evidence(*RANK, Cause.ENGINE_DIED, ""))
-    assert ranks[RANK] is S.RUNNING, "its process lives, and can be asked to leave"
+    assert ranks[RANK] is S.RUNNING, "its process lives, and can close"
     assert not ranks.fail(ENDED)
     assert not ranks.fail(ENDED)
     assert (ranks[RANK], ranks.failed("rollout"), ranks.newly_failed()) == (S.FATAL, [], [])

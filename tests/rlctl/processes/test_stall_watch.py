@@ -97,15 +97,15 @@ def test_what_moves_anywhere_keeps_everybody_alive(clock: HandClock) -> None:
     watch.moved()  # an answer
     assert not look_for(watch, clock, 5, {ROLLOUT: GENERATE})
     assert look_for(watch, clock, 1, {ROLLOUT: GENERATE})
-    assert not look_for(watch, clock, 5, {ROLLOUT: GENERATE}), "told once"
+    assert not look_for(watch, clock, 5, {ROLLOUT: GENERATE}), "reported once"
 
 
 def test_what_cannot_be_judged_is_not(clock: HandClock) -> None:
     watch = StallWatch(5.0)
     watch.heard(ROLLOUT, generating(0, counted=False))
     assert not look_for(watch, clock, 60, {ROLLOUT: GENERATE, ACTOR: UPDATE})
-    assert watch.moving({ROLLOUT: GENERATE}).still_s == 0.0, "nor is a person told so"
-    assert not look_for(watch, clock, 60, {}), "nobody is waited for"
+    assert watch.moving({ROLLOUT: GENERATE}).still_s == 0.0, "nor is it shown"
+    assert not look_for(watch, clock, 60, {}), "no reply is pending"
     assert not look_for(watch, clock, 5, {ACTOR: UPDATE})
 
 
@@ -133,8 +133,8 @@ def come_to(groups: Groups, *conditions: Callable[[], Any]) -> None:
 
 
 def where(groups: Groups, role: str, rank: int) -> str:
-    """The function that a rank says its main thread is in; empty while it has said nothing of its verb."""
-    return said.where if (said := doing(groups, role, rank)) is not None else ""
+    """The function that a rank reports for its main thread; empty before its first report."""
+    return activity.where if (activity := doing(groups, role, rank)) is not None else ""
 
 
 def stalled(groups: Groups, call: Call) -> list[Message]:
@@ -144,16 +144,16 @@ def stalled(groups: Groups, call: Call) -> list[Message]:
 
 @pytest.mark.usefixtures("patient")
 def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
-    said: list[Evidence] = []
+    failures: list[Evidence] = []
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 1, said.append))
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 1, failures.append))
         call = groups["rollout"].post(Verb.PING, {"do": "hang", "rank": 1}, step=3)
         come_to(groups, lambda: call.missing == [1], lambda: where(groups, "rollout", 1).startswith("_misbehave"))
         with pytest.raises(RanksFailed) as caught:
             stalled(groups, call)
         assert caught.value.call.failed == {1}
-        told = r"step 3 waits for rollout rank 1, which is in ping, \d+ s without a sign of progress, at _misbehave"
-        assert re.search(told, said[0].message)
+        chain = r"step 3 waits for rollout rank 1, which is in ping, \d+ s without a sign of progress, at _misbehave"
+        assert re.search(chain, failures[0].message)
         assert "_misbehave" in (tmp_path / "rollout" / "rank1.log").read_text()
         groups.watch.timeout_s = 600.0
         with groups.restart("rollout") as ranks:
@@ -216,8 +216,8 @@ def test_a_rank_that_does_not_come_to_a_collective(tmp_path: Path) -> None:
         call = groups["actor"].post(Verb.PING, [{"do": "meet"}, {"do": "hang in native code"}], step=3)
 
         def waits() -> bool:
-            said = doing(groups, "actor", 0)
-            return said is not None and bool(said.waits_for)
+            activity = doing(groups, "actor", 0)
+            return activity is not None and bool(activity.waits_for)
 
         come_to(groups, waits, lambda: where(groups, "actor", 1).startswith("_misbehave"))
         with pytest.raises(RoleFailure) as caught:
