@@ -17,40 +17,16 @@ from specs.packages import environments, page
 if TYPE_CHECKING:
     from specs.schema.spec import Spec
 
+if TYPE_CHECKING:
+    pass
+
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
-_MORE = "raise --nodes here; actor and rollout spread over them"
-_GRADERS = """\
-    --set reward.nodes="$(wc -l <"$hosts")" \\
-    --set reward.processes="$(wc -l <"$hosts")" \\
-"""
-# Hosts of a job, those of the actor first; and in a heterogeneous job, whose parts may have other GPUs and partitions.
-_TOGETHER = """\
-scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/ slots={slots}/' >"$hosts"
-trainers=$(wc -l <"$hosts") samplers=$(wc -l <"$hosts") first=0"""
-_APART = """\
-scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | sed 's/$/ slots={slots}/' >"$hosts"
-trainers=$(wc -l <"$hosts") first=$(wc -l <"$hosts")
-scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | sed 's/$/ slots={far_slots}/' >>"$hosts"
-samplers=$(($(wc -l <"$hosts") - first))
-# A step is in one part of the job: that of its host.
-FAR_HOSTS=" $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | tr '\\n' ' ') "
-export FAR_HOSTS"""
 _STEP = "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist={host} sh"
+# In a heterogeneous job, whose parts may have other GPUs and partitions.
 _STEP_IN_ITS_PART = 'case "$FAR_HOSTS" in *" {host} "*) part=1;; *) part=0;; esac; exec ' + _STEP.replace(
     "srun", "srun --het-group=$part", 1
 )
-_SECOND = """\
-#
-# The second part of the job: hosts of the replicas, which may be others.
-#SBATCH hetjob
-#SBATCH --nodes={far_nodes}
-#SBATCH --ntasks-per-node=1
-{far_gpus}#SBATCH --exclusive
-#SBATCH --mem=0
-##SBATCH --partition=NAME
-##SBATCH --account=NAME
-"""
 
 
 def presets() -> dict[str, Path]:
@@ -92,6 +68,8 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
 
     Raises UsageError when a file is in the way, SpecError when the spec cannot be read.
     """
+    from jinja2 import Template
+
     from specs.load.load import load_spec
 
     run = load_spec(spec, [])
@@ -99,32 +77,23 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     apart = rollout.first_node >= actor.nodes
     each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes
     named = {place for role in run.roles for place in run.gpus(role)}
-    far_gpus = _gpus_up_to({gpu for node, gpu in named if apart and node in rollout.hosts})
-    gpus = _gpus_up_to({gpu for node, gpu in named if not (apart and node in rollout.hosts)})
+    far = {place for place in named if apart and place[0] in rollout.hosts}
+    # A host gives GPUs from 0 to the highest number.
+    gpus, far_gpus = (max((number for _, number in places), default=-1) + 1 for places in (named - far, far))
     shell = ["sh", "-c", _STEP_IN_ITS_PART] if apart else _STEP.split()
-    values = {
-        "{second}": _SECOND if apart else "",
-        "{hosts}": _APART if apart else _TOGETHER,
-        "{name}": shlex.quote(spec.stem),
-        "{stem}": shlex.quote(spec.stem),
-        "{more}": ("raise --nodes of a part, the actor's or that of the replicas" if apart else _MORE)
-        + _engine_on_more_nodes(spec, run),
-        "{nodes}": str(actor.nodes),
-        "{far_nodes}": str(rollout.nodes),
-        "{each}": str(each),
-        "{gpus}": _gpus_per_node(gpus),
-        "{far_gpus}": _gpus_per_node(far_gpus),
-        "{bin}": '"$PWD/.venv/bin"' if elsewhere else shlex.quote(str(Path(sys.executable).parent)),
-        "{replicas}": str(replicas),
-        "{graders}": _GRADERS if run.reward.nodes > 1 else "",
-        "{slots}": str(max(each, gpus) if apart else max(each, replicas, gpus)),
-        "{far_slots}": str(max(replicas, far_gpus)),
-        "{shell}": json.dumps(shell),
-        "{run}": shlex.quote(str(run.run.place)),
-    }
-    text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
-    for word, value in values.items():
-        text = text.replace(word, value)
+    template = Template(BATCH_TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
+    text = template.render(
+        **{"apart": apart, "nodes": actor.nodes, "far_nodes": rollout.nodes, "each": each, "replicas": replicas},
+        **{"gpus": gpus, "far_gpus": far_gpus, "far_slots": max(replicas, far_gpus)},
+        slots=max(each, gpus) if apart else max(each, replicas, gpus),
+        graders=run.reward.nodes > 1,
+        needs=_engine_on_more_nodes(spec, run),
+        spec=shlex.quote(spec.name),
+        name=shlex.quote(spec.stem),
+        bin='"$PWD/.venv/bin"' if elsewhere else shlex.quote(str(Path(sys.executable).parent)),
+        shell=json.dumps(shell),
+        run=shlex.quote(str(run.run.place)),
+    )
     target = LAUNCHERS["slurm"].file_of(spec)
     _write(target, text, force=force)
     return target
@@ -139,17 +108,8 @@ def _engine_on_more_nodes(spec: Path, run: Spec) -> str:
         load_spec(spec, ["actor.launcher=srun", *(f"{key}={value}" for key, value in twice.items())])
     except SpecError as error:
         found = [problem for problem in error.problems if problem.key.startswith("actor.engine")]
-        return "".join(f".\n# Twice as many need another {one.subject}: {one.message}" for one in found[:1])
+        return f"{found[0].subject}: {found[0].message}." if found else ""
     return ""
-
-
-def _gpus_up_to(numbers: set[int]) -> int:
-    """Count the GPUs that a host must give, so that these numbers are among them: they count from 0 in a job."""
-    return max(numbers, default=-1) + 1
-
-
-def _gpus_per_node(count: int) -> str:
-    return f"#SBATCH --gpus-per-node={count}\n" if count else ""
 
 
 def write_manifest(spec: Path, *, force: bool, elsewhere: bool = True) -> Path:
