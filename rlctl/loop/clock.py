@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from specs.phases import GRADING_METRIC, TIME_METRICS, Phase
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 
-METRICS: tuple[Metric, ...] = (
-    Metric(name="time/step_s", unit="s", meaning="The step, without evaluations and checkpoints."),
-    Metric(name="time/rollout_s", unit="s", meaning="Waiting for completions, without the wait for grades."),
-    Metric(name="time/reward_s", unit="s", meaning="Every completion is there, waiting for grades."),
-    Metric(name="time/update_s", unit="s", meaning="Log-probs before the update, gradients, optimizer steps."),
-    Metric(name="time/sync_s", unit="s", meaning="Weights from the actor to the rollout, with the proofs."),
+METRICS: tuple[Metric, ...] = metrics(
+    "",
+    {
+        "time/step_s [s]": "The step, without evaluations and checkpoints.",
+        "time/rollout_s [s]": "Waiting for completions, without the wait for grades.",
+        "time/reward_s [s]": "Every completion is there, waiting for grades.",
+        "time/update_s [s]": "Log-probs before the update, gradients, optimizer steps.",
+        "time/sync_s [s]": "Weights from the actor to the rollout, with the proofs.",
+    },
 )
 
 

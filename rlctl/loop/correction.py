@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.schema.algorithms.algorithm import Anchor, Correction
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.wire.batch import Batch
 
 MAX_LOG_RATIO = 20.0
@@ -20,12 +20,13 @@ Numbers = NDArray[np.float64]
 _CORRECTED = "with `algorithm.correction`"
 _ANCHORED = "log-probs of the trainer before the update are computed"
 METRICS: tuple[Metric, ...] = (
-    Metric(name="correction/weight_mean", meaning="Mean weight of a loss token.", when=_CORRECTED),
-    Metric(
-        name="correction/ess",
-        unit="share",
-        meaning="Effective sample size of the weights; 1: all weigh the same.",
-        when=_CORRECTED,
+    *metrics(
+        _CORRECTED,
+        {
+            "correction/weight_mean": "Mean weight of a loss token.",
+            "correction/ess [share]": "Effective sample size of the weights; 1: all weigh the same.",
+            "correction/not_finite [tokens]": "Left out because the trainer's log-prob is no number.",
+        },
     ),
     Metric(
         name="correction/masked",
@@ -39,35 +40,14 @@ METRICS: tuple[Metric, ...] = (
         meaning="Loss tokens whose weight is not their ratio but a bound.",
         when='with `algorithm.correction`, mode "clip" or "truncate"',
     ),
-    Metric(
-        name="correction/not_finite",
-        unit="tokens",
-        meaning="Left out because the trainer's log-prob is no number.",
-        when=_CORRECTED,
-    ),
-    Metric(
-        name="rollout/ess",
-        unit="share",
-        meaning="Effective sample size of the ratios trainer / sampler; 1: the two agree.",
-        when=_ANCHORED,
-    ),
-    Metric(
-        name="rollout/kl_sampler_trainer",
-        unit="nats per token",
-        meaning="Estimate of KL(sampler ‖ trainer) on the sampled tokens.",
-        when=_ANCHORED,
-    ),
-    Metric(
-        name="rollout/kl_trainer_sampler",
-        unit="nats per token",
-        meaning="Estimate of KL(trainer ‖ sampler) on the sampled tokens.",
-        when=_ANCHORED,
-    ),
-    Metric(
-        name="rollout/logprob_gap_length_q<n>",
-        unit="nats",
-        meaning="`rollout/logprob_gap` of a quarter of the samples by length, 1 the shortest.",
-        when=_ANCHORED,
+    *metrics(
+        _ANCHORED,
+        {
+            "rollout/ess [share]": "Effective sample size of the ratios trainer / sampler; 1: the two agree.",
+            "rollout/kl_sampler_trainer [nats per token]": "Estimate of KL(sampler ‖ trainer) on the sampled tokens.",
+            "rollout/kl_trainer_sampler [nats per token]": "Estimate of KL(trainer ‖ sampler) on the sampled tokens.",
+            "rollout/logprob_gap_length_q<n> [nats]": "`rollout/logprob_gap` of a quarter of the samples, the shortest first.",
+        },
     ),
 )
 

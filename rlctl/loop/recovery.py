@@ -26,7 +26,7 @@ from rlctl.processes.failures import Evidence
 from rlctl.processes.launch import tail
 from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import AsBuiltError, Cause
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.schema.role_section import Restartable
 from specs.schema.roles import REWARD, ROLES, ROLLOUT, RoleName
 from specs.wire.as_built import AsBuilt
@@ -42,25 +42,33 @@ if TYPE_CHECKING:
 _FEWER = "`rollout.min_processes` is set"
 _FAR_GRADERS = "`reward.nodes` is above 1"
 METRICS: tuple[Metric, ...] = (
-    Metric(name="rollout/restarts", meaning="Replicas started anew, in this attempt so far."),
-    Metric(
-        name="time/restart_s",
-        unit="s",
-        meaning="Restoring failed ranks of rollout and reward role and building late ones, since the last step.",
+    *metrics(
+        "",
+        {
+            "rollout/restarts": "Replicas started anew, in this attempt so far.",
+            "time/restart_s [s]": "Restoring failed ranks and building late ones, since the last step.",
+        },
     ),
-    Metric(name="rollout/dropped", meaning="Replicas that failed for good.", when="there are any"),
-    Metric(name="rollout/replicas", meaning="Replicas that take part.", when=_FEWER),
-    Metric(name="rollout/late", meaning="Replicas that may still come.", when=_FEWER),
-    Metric(
-        name="reward/restarts",
-        meaning="Processes of the reward role started anew, in this attempt so far.",
-        when=_FAR_GRADERS,
+    *metrics(
+        "there are any",
+        {
+            "rollout/dropped": "Replicas that failed for good.",
+            "reward/dropped": "Processes of the reward role that failed for good.",
+        },
     ),
-    Metric(name="reward/processes", meaning="Processes of the reward role.", when=_FAR_GRADERS),
-    Metric(
-        name="reward/dropped",
-        meaning="Processes of the reward role that failed for good.",
-        when="there are any",
+    *metrics(
+        _FEWER,
+        {
+            "rollout/replicas": "Replicas that take part.",
+            "rollout/late": "Replicas that may still come.",
+        },
+    ),
+    *metrics(
+        _FAR_GRADERS,
+        {
+            "reward/restarts": "Processes of the reward role started anew, in this attempt so far.",
+            "reward/processes": "Processes of the reward role.",
+        },
     ),
 )
 

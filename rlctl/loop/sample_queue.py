@@ -35,7 +35,7 @@ import numpy as np
 from rlctl.loop.dynamic_sampling import missing_groups, with_signal
 from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Greedy, PromptBatch, Sampler, Scored, Thrown
 from specs.errors import CheckpointError
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.schema.spec import Spec
 from specs.wire.batch import Batch
 from specs.wire.bodies import PromptsDrawn
@@ -48,30 +48,14 @@ if TYPE_CHECKING:
 GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
 
 _AHEAD = "`rollout.max_staleness` is not 0, or samples were too old"
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="rollout/staleness_mean",
-        unit="steps",
-        meaning="How much older than the learning weights those were that sampled.",
-        when=_AHEAD,
-    ),
-    Metric(
-        name="rollout/staleness_max",
-        unit="steps",
-        meaning="Of the oldest sample.",
-        when=_AHEAD,
-    ),
-    Metric(
-        name="rollout/dropped_stale",
-        meaning="Samples thrown away because they were too old.",
-        when=_AHEAD,
-    ),
-    Metric(
-        name="rollout/overlap_s",
-        unit="s",
-        meaning="Of the update, in which samples of later steps were drawn.",
-        when=_AHEAD,
-    ),
+METRICS: tuple[Metric, ...] = metrics(
+    _AHEAD,
+    {
+        "rollout/staleness_mean [steps]": "How much older than the learning weights those were that sampled.",
+        "rollout/staleness_max [steps]": "Of the oldest sample.",
+        "rollout/dropped_stale": "Samples thrown away because they were too old.",
+        "rollout/overlap_s [s]": "Of the update, in which samples of later steps were drawn.",
+    },
 )
 
 

@@ -15,7 +15,7 @@ from rlctl.loop.rollouts import first_valid
 from rlctl.loop.scores.graders import HOME, Graders, Grading
 from rlctl.loop.scores.term_scores import TermScores, add_up, of_judges
 from rlctl.processes.calls import RanksFailed
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.schema.rewards import MAX_SCORE
 from specs.schema.spec import RewardSection, Spec
 from specs.wire import bodies
@@ -276,28 +276,20 @@ _REFILLED = "with dynamic sampling"
 _GREEDY = "the baseline is greedy (`remax`)"
 METRICS: tuple[Metric, ...] = (
     Metric(name="reward/term_<i>", meaning="Mean of entry i of `reward.terms`, before its weight.", in_eval=True),
-    Metric(name="rollout/refills", meaning="How often prompts were drawn again.", when=_REFILLED),
-    Metric(
-        name="rollout/thrown_groups",
-        unit="groups",
-        meaning="Thrown away because all completions score the same.",
-        when=_REFILLED,
+    *metrics(
+        _REFILLED,
+        {
+            "rollout/refills": "How often prompts were drawn again.",
+            "rollout/thrown_groups [groups]": "Thrown away because all completions score the same.",
+        },
     ),
-    Metric(
-        name="reward/greedy_mean",
-        meaning="Mean score of the greedy completions that the samples are compared with.",
-        when=_GREEDY,
-    ),
-    Metric(
-        name="rollout/greedy_samples",
-        meaning="How many greedy completions there were.",
-        when=_GREEDY,
-    ),
-    Metric(
-        name="rollout/greedy_tokens",
-        unit="tokens",
-        meaning="Of the greedy completions.",
-        when=_GREEDY,
+    *metrics(
+        _GREEDY,
+        {
+            "reward/greedy_mean": "Mean score of the greedy completions that the samples are compared with.",
+            "rollout/greedy_samples": "How many greedy completions there were.",
+            "rollout/greedy_tokens [tokens]": "Of the greedy completions.",
+        },
     ),
 )
 

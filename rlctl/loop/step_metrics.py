@@ -15,7 +15,7 @@ import numpy as np
 
 from rlctl.loop.rollouts import GradedGroups, Rollouts
 from specs.schema.algorithms.algorithm import AnyLoss, Loss, LossMetric
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.schema.roles import ROLES, RoleName
 from specs.wire.bodies import Stepped
 
@@ -27,16 +27,21 @@ if TYPE_CHECKING:
 
 _LEARNS = "steps in which the role learns"
 METRICS: tuple[Metric, ...] = (
-    Metric(name="step", meaning="Number of the step, from 1 on; 0 is the evaluation before the first."),
-    Metric(
-        name="reward/mean",
-        meaning="Mean score of the step's graded completions, each term times its weight.",
-    ),
-    Metric(name="reward/std", meaning="Standard deviation of the same scores."),
-    Metric(
-        name="reward/silent_groups",
-        unit="share",
-        meaning="Groups in which all graded completions score the same: comparing within them teaches nothing.",
+    *metrics(
+        "",
+        {
+            "step": "Number of the step, from 1 on; 0 is the evaluation before the first.",
+            "reward/mean": "Mean score of the step's graded completions, each term times its weight.",
+            "reward/std": "Standard deviation of the same scores.",
+            "reward/silent_groups [share]": "Groups in which all graded completions score the same: they teach nothing.",
+            "perf/micro_batches": "Micro-batches of all ranks in the step's updates.",
+            "perf/micro_batch_tokens_max [tokens]": "The largest of them.",
+            "perf/tokens_per_s [tokens/s]": "Tokens of prompts and completions, by `time/step_s`.",
+            "rollout/length_mean [tokens]": "Mean length of the completions that are learned from.",
+            "rollout/length_max [tokens]": "The longest of them.",
+            "rollout/finished [share]": "Completions that ended by themselves, before `data.max_response_tokens`.",
+            "rollout/tokens [tokens]": "Of all completions that are learned from.",
+        },
     ),
     Metric(
         name="reward/lone_groups",
@@ -49,22 +54,13 @@ METRICS: tuple[Metric, ...] = (
         meaning="Norm of the gradient before it is clipped, mean over the step's optimizer steps.",
         when="steps in which the role learns, where one was finite",
     ),
-    Metric(
-        name="<role>/lr",
-        meaning="Learning rate of the step's last optimizer step.",
-        when=_LEARNS,
-    ),
-    Metric(
-        name="<role>/skipped_updates",
-        unit="optimizer steps",
-        meaning="Left out because the gradient was not finite.",
-        when=_LEARNS,
-    ),
-    Metric(
-        name="mem/<role>_peak_GiB",
-        unit="GiB",
-        meaning="The most that a rank held in an optimizer step, of its device, or on the CPU of its host.",
-        when=_LEARNS,
+    *metrics(
+        _LEARNS,
+        {
+            "<role>/lr": "Learning rate of the step's last optimizer step.",
+            "<role>/skipped_updates [optimizer steps]": "Left out because the gradient was not finite.",
+            "mem/<role>_peak_GiB [GiB]": "The most that a rank held in an optimizer step: device, or host on the CPU.",
+        },
     ),
     Metric(
         name="perf/imbalance",
@@ -72,27 +68,12 @@ METRICS: tuple[Metric, ...] = (
         meaning="FLOPs of the rank with most work by the average of all: how much longer the others wait.",
         when="a role that learns has several ranks, and its engine counts FLOPs",
     ),
-    Metric(name="perf/micro_batches", meaning="Micro-batches of all ranks in the step's updates."),
-    Metric(name="perf/micro_batch_tokens_max", unit="tokens", meaning="The largest of them."),
-    Metric(
-        name="perf/tokens_per_s",
-        unit="tokens/s",
-        meaning="Tokens of prompts and completions that were learned from, by `time/step_s`.",
-    ),
     Metric(
         name="critic/explained_variance",
         unit="share",
         meaning="Of the returns' variance, what the critic's values before the update explain.",
         when="with a critic, unless all returns are the same",
     ),
-    Metric(name="rollout/length_mean", unit="tokens", meaning="Mean length of the completions that are learned from."),
-    Metric(name="rollout/length_max", unit="tokens", meaning="The longest of them."),
-    Metric(
-        name="rollout/finished",
-        unit="share",
-        meaning="Completions that ended by themselves; the others were cut off at `data.max_response_tokens`.",
-    ),
-    Metric(name="rollout/tokens", unit="tokens", meaning="Of all completions that are learned from."),
 )
 
 

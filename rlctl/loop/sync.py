@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
 from specs.rounding import Tolerance
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.schema.role_section import DType
 from specs.schema.spec import Spec, WeightForm
 from specs.wire import bodies
@@ -41,39 +41,18 @@ PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
 PROBE_TOLERANCE = {"fp32": Tolerance(2e-3, 512, "fp32"), "bf16": Tolerance(0.15, 6, "bf16")}
 
 _SYNCED = "a sync was due after the step"
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="sync/verified",
-        meaning="Always true: a sync whose checksums or probe disagree ends the run.",
-        when=_SYNCED,
-    ),
-    Metric(name="sync/weights", meaning="Tensors that were sent.", when=_SYNCED),
-    Metric(name="sync/bytes", unit="bytes", meaning="Their size.", when=_SYNCED),
-    Metric(
-        name="sync/sent_bytes",
-        unit="bytes",
-        meaning="What the transport carried: less than `sync/bytes` where changes alone are sent.",
-        when=_SYNCED,
-    ),
-    Metric(
-        name="sync/GB_per_s",
-        unit="GB/s",
-        meaning="`sync/bytes` by the seconds of the move, with its checksums and without the probe.",
-        when=_SYNCED,
-    ),
-    Metric(
-        name="sync/checksum_s",
-        unit="s",
-        meaning="That the actor's rank 0 and the slowest rollout spent on checksums; the two mostly at the same time.",
-        when=_SYNCED,
-    ),
-    Metric(
-        name="sync/probe_gap",
-        unit="nats",
-        meaning="Largest difference of log-probs between actor and rollouts on the probe's tokens.",
-        when=_SYNCED,
-    ),
-    Metric(name="sync/probe_s", unit="s", meaning="Both sides' probe.", when=_SYNCED),
+METRICS: tuple[Metric, ...] = metrics(
+    _SYNCED,
+    {
+        "sync/verified": "Always true: a sync whose checksums or probe disagree ends the run.",
+        "sync/weights": "Tensors that were sent.",
+        "sync/bytes [bytes]": "Their size.",
+        "sync/sent_bytes [bytes]": "What the transport carried: less than `sync/bytes` where changes alone are sent.",
+        "sync/GB_per_s [GB/s]": "`sync/bytes` by the seconds of the move, with its checksums and without the probe.",
+        "sync/checksum_s [s]": "Spent on checksums by the actor's rank 0 and the slowest rollout, mostly at once.",
+        "sync/probe_gap [nats]": "Largest difference of log-probs between actor and rollouts on the probe's tokens.",
+        "sync/probe_s [s]": "Both sides' probe.",
+    },
 )
 
 

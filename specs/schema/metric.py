@@ -3,6 +3,7 @@ the table of its loss."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -19,3 +20,9 @@ class Metric:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, f"eval/<set>/{self.name.rpartition('/')[2]}") if self.in_eval else (self.name,)
+
+
+def metrics(when: str, meanings: Mapping[str, str], *, in_eval: bool = False) -> tuple[Metric, ...]:
+    """Declare metrics that are written at the same time. `meanings`: by their names, with the unit in brackets."""
+    named = [(*name.removesuffix("]").partition(" ["), meaning) for name, meaning in meanings.items()]
+    return tuple(Metric(name=n, unit=unit, meaning=text, when=when, in_eval=in_eval) for n, _, unit, text in named)

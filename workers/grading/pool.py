@@ -19,23 +19,21 @@ from typing import Any
 
 from backends import activity
 from specs.errors import RewardError
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.schema.rewards import MAX_SCORE
 from workers.grading.grader_process import GraderEnded, GraderProcess, encode
 from workers.grading.reward_sources import read_sources
 from workers.grading.terms import Setting
 
 CAUSES = ("timeouts", "crashes", "exceptions", "bad_values")
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="reward/failed_timeouts",
-        meaning="Completions without a score: a reward function took longer than its limit.",
-    ),
-    Metric(name="reward/failed_crashes", meaning="Completions without a score: the process of a reward function died."),
-    Metric(name="reward/failed_exceptions", meaning="Completions without a score: a reward function raised."),
-    Metric(
-        name="reward/failed_bad_values", meaning="Completions without a score: it is not a finite number, or too large."
-    ),
+METRICS: tuple[Metric, ...] = metrics(
+    "",
+    {
+        "reward/failed_timeouts": "Completions without a score: a reward function took longer than its limit.",
+        "reward/failed_crashes": "Completions without a score: the process of a reward function died.",
+        "reward/failed_exceptions": "Completions without a score: a reward function raised.",
+        "reward/failed_bad_values": "Completions without a score: it is not a finite number, or too large.",
+    },
 )
 JOB_SAMPLES = 64  # max samples in one message
 JOB_S = 0.005  # what a job should take at least, as far as earlier ones tell: shorter ones cost more than they grade

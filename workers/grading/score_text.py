@@ -12,24 +12,19 @@ from typing import Any
 
 from backends.hf.tokenizer import TextCodec, load_codec, pad_token_of
 from specs.errors import ModelError
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.wire.role_config import ScoreText
 from workers.chat_renderer import ChatTemplateError, renderer_of
 from workers.grading.pool import Grade
 
 MODEL_CAUSES = ("model_overlong", "model_template")
 _WITH_MODEL = "a reward term is a model"
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="reward/failed_model_overlong",
-        meaning="Completions without a score: longer than `reward_model.max_sequence_tokens`.",
-        when=_WITH_MODEL,
-    ),
-    Metric(
-        name="reward/failed_model_template",
-        meaning="Completions without a score: the reward model's chat template refuses them.",
-        when=_WITH_MODEL,
-    ),
+METRICS: tuple[Metric, ...] = metrics(
+    _WITH_MODEL,
+    {
+        "reward/failed_model_overlong": "Completions without a score: longer than `reward_model.max_sequence_tokens`.",
+        "reward/failed_model_template": "Completions without a score: the reward model's chat template refuses them.",
+    },
 )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Drawn
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 _EVALUATED = "steps with an evaluation"
 METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="eval/<set>/reward_mean",
-        meaning="Mean score of the set's completions, each term times its weight.",
-        when=_EVALUATED,
-    ),
-    Metric(
-        name="eval/<set>/reward_stderr",
-        meaning="Its standard error over the prompts; 0 of a single prompt.",
-        when=_EVALUATED,
+    *metrics(
+        _EVALUATED,
+        {
+            "eval/<set>/reward_mean": "Mean score of the set's completions, each term times its weight.",
+            "eval/<set>/reward_stderr": "Its standard error over the prompts; 0 of a single prompt.",
+            "eval/<set>/finished [share]": "Completions that ended by themselves.",
+            "eval/<set>/length_mean [tokens]": "Mean length of the completions.",
+            "eval/<set>/failed": "Completions that could not be graded.",
+        },
     ),
     Metric(
         name="eval/<set>/pass@<k>",
@@ -37,19 +37,6 @@ METRICS: tuple[Metric, ...] = (
         meaning="Chance that one of k completions of a prompt passes, mean over the prompts.",
         when="steps with an evaluation, where the set says what passes",
     ),
-    Metric(
-        name="eval/<set>/finished",
-        unit="share",
-        meaning="Completions that ended by themselves.",
-        when=_EVALUATED,
-    ),
-    Metric(
-        name="eval/<set>/length_mean",
-        unit="tokens",
-        meaning="Mean length of the completions.",
-        when=_EVALUATED,
-    ),
-    Metric(name="eval/<set>/failed", meaning="Completions that could not be graded.", when=_EVALUATED),
 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.scores.graders import HOME
-from specs.schema.metric import Metric
+from specs.schema.metric import Metric, metrics
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, Verb
@@ -21,21 +21,13 @@ if TYPE_CHECKING:
     from specs.wire.messages import Message
 
 _WITH_MODEL = "a reward term is a model"
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="reward/model_tokens",
-        unit="tokens",
-        meaning="That the reward model read.",
-        when=_WITH_MODEL,
-        in_eval=True,
-    ),
-    Metric(
-        name="reward/model_s",
-        unit="s",
-        meaning="Scoring by the reward model.",
-        when=_WITH_MODEL,
-        in_eval=True,
-    ),
+METRICS: tuple[Metric, ...] = metrics(
+    _WITH_MODEL,
+    {
+        "reward/model_tokens [tokens]": "That the reward model read.",
+        "reward/model_s [s]": "Scoring by the reward model.",
+    },
+    in_eval=True,
 )
 
 
