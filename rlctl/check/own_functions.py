@@ -26,9 +26,9 @@ from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from workers.data.prompts import prompt_of
 from workers.data.row_source import DataRow, read_rows
-from workers.grading.pool import GradeRequest, GraderPool
+from workers.grading.pool import GraderPool
 from workers.grading.reward_failures import is_of_code, last_line
-from workers.grading.terms import Setting
+from workers.grading.terms import GradeRequest, Setting
 
 IMPORT_TIMEOUT_S = 120.0  # as in a run
 TIMEOUT_S = 60.0  # torch is imported for a loss

@@ -33,7 +33,7 @@ METRICS: tuple[Metric, ...] = (
             "step": "Number of the step, from 1 on; 0 is the evaluation before the first.",
             "reward/mean": "Mean score of the step's graded completions, each term times its weight.",
             "reward/std": "Standard deviation of the same scores.",
-            "reward/silent_groups [share]": "Groups in which all graded completions score the same: they teach nothing.",
+            "reward/silent_groups [share]": "Groups whose graded completions all score the same: they teach nothing.",
             "perf/micro_batches": "Micro-batches of all ranks in the step's updates.",
             "perf/micro_batch_tokens_max [tokens]": "The largest of them.",
             "perf/tokens_per_s [tokens/s]": "Tokens of prompts and completions, by `time/step_s`.",

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TextIO, cast
 from specs.errors import RewardError
 from specs.terminal import VisibleStream
 from workers.grading.reward_sources import keep_sources
-from workers.grading.terms import GradedSample, Setting, Term, make_term
+from workers.grading.terms import GradeRequest, Setting, Term, make_term
 
 PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
@@ -53,7 +53,7 @@ def main() -> None:
         job = json.loads(line)
         for index, key, completion, tokens in job["items"]:
             prompt, row = job["rows"][str(key)]
-            answer({"i": index, **grade(terms, GradedSample(prompt, completion, row, tokens))})
+            answer({"i": index, **grade(terms, GradeRequest(key, prompt, row, completion, tokens))})
 
 
 def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> list[Term] | None:
@@ -72,7 +72,7 @@ def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None])
     return terms
 
 
-def grade(terms: Sequence[Term], sample: GradedSample) -> dict[str, Any]:
+def grade(terms: Sequence[Term], sample: GradeRequest) -> dict[str, Any]:
     """Return the values of all terms for one sample, or the reason why there is none."""
     values = []
     for number, term in enumerate(terms):

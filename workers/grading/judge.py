@@ -23,8 +23,8 @@ from specs.wire.heartbeat import amount
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_client import JudgeClient, JudgeError
 from workers.grading.judge_score import read_reply, read_score, request_body
-from workers.grading.pool import Grade, GradeRequest
-from workers.grading.terms import GradedSample, Setting
+from workers.grading.pool import Grade
+from workers.grading.terms import GradeRequest, Setting
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -161,9 +161,8 @@ class JudgeGrader:
 
     def start(self, request: GradeRequest, loop: asyncio.AbstractEventLoop) -> Future[Grade]:
         """Return the grade to come. A request that is under way, or has been answered, is not made again."""
-        sample = GradedSample(request.prompt, request.completion, request.row, request.completion_tokens)
         try:
-            content = request_body(self._table, sample, self.answer_column)
+            content = request_body(self._table, request, self.answer_column)
         except KeyError as error:
             done: Future[Grade] = Future()
             done.set_result(self._lost("exceptions", f"the row has no column {error.args[0]!r}, which prompt names"))

@@ -15,13 +15,13 @@ from specs.schema.row_values import gold_answer
 from specs.templates import render_template
 from workers.grading.judge_cache import Reply
 from workers.grading.judge_client import JudgeError
-from workers.grading.terms import GradedSample
+from workers.grading.terms import GradeRequest
 
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
 _SHOWN = 200
 
 
-def request_body(table: Mapping[str, Any], sample: GradedSample, answer_column: str) -> bytes:
+def request_body(table: Mapping[str, Any], sample: GradeRequest, answer_column: str) -> bytes:
     """Return what is sent for a sample. Raises KeyError naming a column that its row lacks."""
     answer = {"answer": gold_answer(sample.row[answer_column])} if answer_column in sample.row else {}
     values = {**sample.row, **answer, "prompt": sample.prompt, "completion": sample.completion}

@@ -23,7 +23,7 @@ from specs.schema.metric import Metric, metrics
 from specs.schema.rewards import MAX_SCORE
 from workers.grading.grader_process import GraderEnded, GraderProcess, encode
 from workers.grading.reward_sources import read_sources
-from workers.grading.terms import Setting
+from workers.grading.terms import GradeRequest, Setting
 
 CAUSES = ("timeouts", "crashes", "exceptions", "bad_values")
 METRICS: tuple[Metric, ...] = metrics(
@@ -38,20 +38,6 @@ METRICS: tuple[Metric, ...] = metrics(
 JOB_SAMPLES = 64  # max samples in one message
 JOB_S = 0.005  # what a job should take at least, as far as earlier ones tell: shorter ones cost more than they grade
 LOG_BYTES = 64 << 20  # size limit of the log of what reward code prints
-
-
-@dataclass(frozen=True)
-class GradeRequest:
-    """A sample to grade. Requests of one row share `row_key`, `prompt` and `row`. `sample` is its id, and `where` the
-    file and line of its row: for messages."""
-
-    row_key: int
-    prompt: str
-    row: Mapping[str, Any]
-    completion: str
-    completion_tokens: int
-    sample: int = 0
-    where: str = ""
 
 
 @dataclass(frozen=True)

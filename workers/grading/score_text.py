@@ -6,9 +6,8 @@ Of several turns the reward model sees one answer, its parts in lines of their o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from backends.hf.tokenizer import TextCodec, load_codec, pad_token_of
 from specs.errors import ModelError
@@ -16,6 +15,7 @@ from specs.schema.metric import Metric, metrics
 from specs.wire.role_config import ScoreText
 from workers.chat_renderer import ChatTemplateError, renderer_of
 from workers.grading.pool import Grade
+from workers.grading.terms import GradeRequest
 
 MODEL_CAUSES = ("model_overlong", "model_template")
 _WITH_MODEL = "a reward term is a model"
@@ -26,15 +26,6 @@ METRICS: tuple[Metric, ...] = metrics(
         "reward/failed_model_template": "Completions without a score: the reward model's chat template refuses them.",
     },
 )
-
-
-@dataclass(frozen=True)
-class Told:
-    """One sample as text."""
-
-    prompt: str
-    messages: Sequence[Mapping[str, Any]] | None  # that the prompt was made from
-    completion: str
 
 
 class ScoreTexts:
@@ -54,24 +45,21 @@ class ScoreTexts:
                 hint='use a reward model whose tokenizer has a chat template, or set data.chat = "never"',
             )
 
-    def tokens(self, samples: Sequence[Told]) -> list[list[int] | Grade]:
+    def tokens(self, requests: Sequence[GradeRequest]) -> list[list[int] | Grade]:
         """Return each sample's tokens, or why it has none."""
-        found: list[list[int] | Grade] = []
-        texts = [self._text(sample) for sample in samples]
+        texts = [self._text(request) for request in requests]
         whole = [text for text in texts if isinstance(text, str)]
-        chat = self._chats is not None
-        encoded = iter(self.codec.encode(whole, rendered=True) if chat else self.codec.encode_plain(whole))
-        for text in texts:
-            found.append(self._checked(next(encoded)) if isinstance(text, str) else text)
-        return found
+        encode = self.codec.encode_plain if self._chats is None else partial(self.codec.encode, rendered=True)
+        encoded = iter(encode(whole))
+        return [self._checked(next(encoded)) if isinstance(text, str) else text for text in texts]
 
-    def _text(self, sample: Told) -> str | Grade:
+    def _text(self, request: GradeRequest) -> str | Grade:
         if self._chats is None:
-            return sample.prompt + sample.completion
-        messages = sample.messages or [{"role": "user", "content": sample.prompt}]
-        said = [*messages, {"role": "assistant", "content": sample.completion}]
+            return request.prompt + request.completion
+        messages = request.messages or [{"role": "user", "content": request.prompt}]
         try:
-            return self._chats.render(said, begins_answer=False)
+            conversation = [*messages, {"role": "assistant", "content": request.completion}]
+            return self._chats.render(conversation, begins_answer=False)
         except ChatTemplateError as error:
             return Grade(cause="model_template", text=f"reward model {self.config.path}: {error}")
 

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,15 +23,20 @@ from workers.grading.signatures import BoundFunction
 
 
 @dataclass(frozen=True)
-class GradedSample:
-    """The input of a term. `completion` is what the policy wrote; of several turns, one after another in lines of
-    their own, without what tools replied. `completion_tokens` counts the tokens of the longest of them, its end token
-    too: the limit on them is one per turn."""
+class GradeRequest:
+    """A sample to grade. Requests of one row share `row_key`, `prompt`, `row` and `messages`, which the prompt was made
+    from. `completion` is what the policy wrote; of several turns, one after another in lines of their own, without what
+    tools replied. `completion_tokens` counts the tokens of the longest of them, its end token too: the limit on them is
+    one per turn. `sample` is its id, and `where` the file and line of its row: for messages."""
 
+    row_key: int
     prompt: str
-    completion: str
     row: Mapping[str, Any]
+    completion: str
     completion_tokens: int
+    sample: int = 0
+    where: str = ""
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Setting:
     base: str  # folder that `file.py:name` is relative to
 
 
-Term = Callable[[GradedSample], Any]
+Term = Callable[[GradeRequest], Any]
 
 
 def make_term(table: Mapping[str, Any], setting: Setting) -> Term:
@@ -52,7 +57,7 @@ def make_term(table: Mapping[str, Any], setting: Setting) -> Term:
 
 
 def _exact_match(table: Mapping[str, Any], setting: Setting) -> Term:
-    def term(sample: GradedSample) -> float:
+    def term(sample: GradeRequest) -> float:
         given, gold = sample.completion.strip(), gold_answer(sample.row[setting.answer_column])
         if table["ignore_case"]:
             given, gold = given.casefold(), gold.casefold()
@@ -78,13 +83,13 @@ def _math_verify(table: Mapping[str, Any], setting: Setting) -> Term:
             raise ValueError(f"math_verify finds no value in the row's answer {text!r}")
         return parsed
 
-    def term(sample: GradedSample) -> float:
+    def term(sample: GradeRequest) -> float:
         gold = parse_gold(gold_answer(sample.row[setting.answer_column]))
         given = math_verify.parse(sample.completion, parsing_timeout=0)
         return float(math_verify.verify(gold, given, timeout_seconds=0))
 
     # The first call imports and compiles; that must not count towards a sample's timeout.
-    term(GradedSample("", "$1$", {setting.answer_column: "1"}, 1))
+    term(GradeRequest(0, "", {setting.answer_column: "1"}, "$1$", 1))
     return term
 
 
@@ -101,7 +106,7 @@ def _overlong(table: Mapping[str, Any], setting: Setting) -> Term:
     buffer = int(table["buffer_tokens"])
     safe = setting.max_response_tokens - buffer
 
-    def term(sample: GradedSample) -> float:
+    def term(sample: GradeRequest) -> float:
         return -min(max((sample.completion_tokens - safe) / buffer, 0.0), 1.0)
 
     return term

@@ -13,7 +13,7 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig, RewardConfig
 from workers.data.row_source import read_rows
-from workers.grading.terms import GradedSample, Setting, make_term
+from workers.grading.terms import GradeRequest, Setting, make_term
 
 _ROWS = 64  # whose answers are looked at
 
@@ -56,7 +56,7 @@ def _without_value(term: MathVerify, golds: Sequence[str], config: RewardConfig)
     grade, without = make_term(term.model_dump(), setting), []
     for gold in golds:
         try:
-            grade(GradedSample("", "", {config.answer_column: gold}, 1))
+            grade(GradeRequest(0, "", {config.answer_column: gold}, "", 1))
         except ValueError:
             without.append(gold)
     return without

@@ -20,10 +20,10 @@ from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches, prompt_texts
 from workers.grading.judge import JUDGE_CAUSES, JudgePanel
-from workers.grading.pool import CAUSES, Grade, GradeRequest, GraderPool
+from workers.grading.pool import CAUSES, Grade, GraderPool
 from workers.grading.reward_failures import FailureLog, last_line
-from workers.grading.score_text import MODEL_CAUSES, ScoreTexts, Told
-from workers.grading.terms import Setting
+from workers.grading.score_text import MODEL_CAUSES, ScoreTexts
+from workers.grading.terms import GradeRequest, Setting
 from workers.rank_report import as_built
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 
@@ -91,11 +91,8 @@ class Reward:
     def render(self, call: Request[bodies.Render], emit: Emit) -> Reply:
         """Return samples in the tokens of the reward model: those that it can read, by their ids."""
         assert self._score_texts is not None, "the run has no reward model"
-        rows = call.body.rows
-        requests = self._requests(call.batch, rows, Verb.RENDER)
-        found = self._score_texts.tokens(
-            [Told(one.prompt, rows[str(one.row_key)].messages, one.completion) for one in requests]
-        )
+        requests = self._requests(call.batch, call.body.rows, Verb.RENDER)
+        found = self._score_texts.tokens(requests)
         grades = [one if isinstance(one, Grade) else Grade() for one in found]
         fitting = [
             (request.sample, np.array(tokens, dtype=np.int32))
@@ -139,12 +136,11 @@ class Reward:
         assert self._codec is not None
         batch.require(COLUMNS[verb].needs, verb)
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
-        requests = []
-        for number, completion, tokens, sample in zip(
-            batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True
-        ):
+        requests, samples = [], zip(batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True)
+        for number, completion, tokens, sample in samples:
             row = rows[str(number)]
-            requests.append(GradeRequest(number, row.prompt, row.values, completion, tokens, sample, row.where))
+            request = GradeRequest(number, row.prompt, row.values, completion, tokens, sample, row.where, row.messages)
+            requests.append(request)
         return requests
 
     def _failures_of(

@@ -20,8 +20,8 @@ from workers.grading import judge as judge_module
 from workers.grading.judge import DOWN_AFTER, JudgePanel
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_client import retry_after_s
-from workers.grading.pool import Grade, GradeRequest
-from workers.grading.terms import Setting
+from workers.grading.pool import Grade
+from workers.grading.terms import GradeRequest, Setting
 
 KEY = "sk-of-this-test"
 ROW = {"answer": "#### 4", "topic": "sums"}

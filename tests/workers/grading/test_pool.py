@@ -19,9 +19,9 @@ from probe_groups import wait_until
 from process_ends import ended
 
 from specs.errors import RewardError
-from workers.grading.pool import Grade, GradeRequest, GraderPool
+from workers.grading.pool import Grade, GraderPool
 from workers.grading.reward_failures import MAX_RECORDS, FailureLog
-from workers.grading.terms import GradedSample, Setting, make_term
+from workers.grading.terms import GradeRequest, Setting, make_term
 
 NAUGHTY = """
     import ctypes, os, subprocess, sys, time
@@ -272,8 +272,8 @@ def test_processes_die_with_their_parent(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def score(p, c, r):\n    while True: pass\n", "utf-8")
     code = f"""
         from pathlib import Path
-        from workers.grading.pool import GraderPool, GradeRequest
-        from workers.grading.terms import Setting
+        from workers.grading.pool import GraderPool
+        from workers.grading.terms import GradeRequest, Setting
         terms = [{{"kind": "function", "path": "rewards.py:score"}}]
         folder = Path({str(tmp_path)!r})
         pool = GraderPool(terms, Setting("a", 8, str(folder)), workers=2, timeout_s=600, log_path=folder / "log")
@@ -297,7 +297,7 @@ SETTING = Setting("answer", max_response_tokens=10, base=".")
 
 
 def value(table: dict[str, Any], completion: str, answer: Any = "", tokens: int = 1) -> float:
-    return make_term(table, SETTING)(GradedSample("", completion, {"answer": answer}, tokens))
+    return make_term(table, SETTING)(GradeRequest(0, "", {"answer": answer}, completion, tokens))
 
 
 @pytest.mark.parametrize(

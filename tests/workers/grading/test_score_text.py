@@ -13,9 +13,14 @@ from rlctl.models.paths import BUILTIN_FOLDER
 from specs.errors import ModelError
 from specs.wire.role_config import ScoreText
 from workers.grading.pool import Grade
-from workers.grading.score_text import ScoreTexts, Told
+from workers.grading.score_text import ScoreTexts
+from workers.grading.terms import GradeRequest
 
 CONVERSATION = [{"role": "system", "content": "be short"}, {"role": "user", "content": "  two and two ?"}]
+
+
+def told(prompt: str, messages: list[dict[str, str]] | None, completion: str) -> GradeRequest:
+    return GradeRequest(0, prompt, {}, completion, 0, messages=messages)
 
 
 def texts(folder: Path, **keys: Any) -> ScoreTexts:
@@ -33,12 +38,12 @@ def test_equal_to_the_tokenizers_own_template(tmp_path: Path, made: Any) -> None
     tokenizer = own_tokenizer(folder)
     whole = [*CONVERSATION, {"role": "assistant", "content": "four"}]
     own = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
-    (found,) = texts(folder).tokens([Told("be short two and two ?>", CONVERSATION, "four")])
+    (found,) = texts(folder).tokens([told("be short two and two ?>", CONVERSATION, "four")])
     pad = 0 if made is write_reward_model else None
     assert found == own != []
     assert own[-1] != pad
     plain = [{"role": "user", "content": "3142>"}, {"role": "assistant", "content": " 1 "}]
-    (found,) = texts(folder, conversations=False).tokens([Told("3142>", None, " 1 ")])
+    (found,) = texts(folder, conversations=False).tokens([told("3142>", None, " 1 ")])
     assert found == tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False)
 
 
@@ -46,7 +51,7 @@ def test_without_a_template_the_texts_as_they_are(tmp_path: Path) -> None:
     folder = write_word_model(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     tokenizer = own_tokenizer(folder)
-    (found,) = texts(folder, conversations=False).tokens([Told("two and ", None, "four")])
+    (found,) = texts(folder, conversations=False).tokens([told("two and ", None, "four")])
     assert found == tokenizer("two and four").input_ids == [0, 9, 10, 12, 1]
     with pytest.raises(ModelError, match="has no chat template, and prompts are conversations"):
         texts(folder)
@@ -56,7 +61,7 @@ def test_without_a_template_the_texts_as_they_are(tmp_path: Path) -> None:
 def test_nothing_is_cut(tmp_path: Path) -> None:
     folder = write_reward_model(tmp_path)
     whole = len("<user>1</user>\n<assistant></assistant>\n")
-    samples = [Told("", [{"role": "user", "content": "1"}], "a" * length) for length in (0, 2, 3)]
+    samples = [told("", [{"role": "user", "content": "1"}], "a" * length) for length in (0, 2, 3)]
     empty, fits, too_long = texts(folder, max_sequence_tokens=whole + 2).tokens(samples)
     assert isinstance(empty, list)
     assert isinstance(fits, list)
@@ -72,7 +77,7 @@ def test_padding_at_the_end_is_where_transformers_does_not_look(tmp_path: Path) 
     tokenizer = own_tokenizer(folder)
     whole = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     own = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
-    (found,) = texts(folder).tokens([Told("", whole[:1], "2")])
+    (found,) = texts(folder).tokens([told("", whole[:1], "2")])
     assert own[-2:] == [0, 0]
     assert found == own[:-2]
 
@@ -80,7 +85,7 @@ def test_padding_at_the_end_is_where_transformers_does_not_look(tmp_path: Path) 
 def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
     folder = write_reward_model(tmp_path, template=template)
-    refused, fine = texts(folder).tokens([Told("", CONVERSATION, "4"), Told("", CONVERSATION[1:], "4")])
+    refused, fine = texts(folder).tokens([told("", CONVERSATION, "4"), told("", CONVERSATION[1:], "4")])
     assert isinstance(refused, Grade)
     assert (refused.cause, "no system" in refused.text) == ("model_template", True)
     assert isinstance(fine, list)
