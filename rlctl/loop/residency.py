@@ -1,42 +1,26 @@
 """Decide who holds the device in which phase: the only place that knows about sharing devices.
 
-`TABLE` says it by kind of holder (specs/schema/roles.py, `Holds`), so that another kind is a row here and in `MOVES`:
-
-| phase   | learner, frozen (actor, ref) | score_model (reward_model) | sampler (rollout)            |
-| ------- | ---------------------------- | -------------------------- | ---------------------------- |
-| rollout | offloaded                    | offloaded                  | weights + KV cache           |
-| score   | offloaded                    | on the device              | asleep                       |
-| train   | on the device                | offloaded                  | asleep                       |
-| sync    | on the device                | offloaded                  | weights only, no KV cache    |
-| save    | on the device                | offloaded                  | asleep                       |
-| build   | offloaded                    | offloaded                  | asleep; a lost one is built  |
-
-A reward model has the device when every completion is there, and before anything learns from them. A run without one
-has no phase "score".
-
-Asleep is level 2 (weights are dropped: a sync brings them all), or level 1 (weights wait in host memory) where a sync
-brings adapters alone.
-
+`TABLE` says it by kind of holder (specs/schema/roles.py, `Holds`), so that another kind is a row here and in `MOVES`.
 Releases happen before acquisitions: `enter` waits until *all* ranks of all roles that leave have left, and only then do
-others take their place, kind after kind in the order of the table. A holder that stays keeps what it has.
-A sync enters "rollout" by itself, between the two halves of its behaviour probe (rlctl/loop/sync.py). "save" leaves the
-rollout without weights that were verified: another sync comes before the next token (`resend_if_asleep` in
-rlctl/loop/recovery.py). When the roles do not share devices every move is a no-op and everything stays where it is.
+others take their place, kind after kind in the order of the table. A holder that stays keeps what it has. When the
+roles do not share devices every move is a no-op and everything stays where it is.
+
+A reward model has the device when every completion is there, and before anything learns from them; a run without one
+has no phase "score". Asleep is level 2 (weights are dropped: a sync brings them all), or level 1 (weights wait in host
+memory) where a sync brings adapters alone. A sync enters "rollout" by itself, between the two halves of its behaviour
+probe (rlctl/loop/sync.py). "save" leaves the rollout without weights that were verified: another sync comes before the
+next token (`resend_if_asleep` in rlctl/loop/recovery.py).
 
 Each move is measured (GiB of the device, or of the host where the role runs on the CPU; the largest of its ranks), and
-the step's metrics have it. What is held after a role has left the device must not grow (rlctl/loop/memory_watch.py).
-
-    mem/ROLE_before_offload_GiB     mem/ROLE_offloaded_GiB            trained and synced; the device is free
-    mem/ROLE_before_onload_GiB      mem/ROLE_onloaded_GiB             about to train
-    mem/rollout_before_sleep_GiB    mem/rollout_asleep_GiB            sampled; the device is free
-    mem/rollout_before_wake_GiB     mem/rollout_awake_GiB             the last of two wakes: weights, then KV cache
+the step's metrics have the last of each. What is held after a role has left the device must not grow
+(rlctl/loop/memory_watch.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from rlctl.processes.calls import RanksFailed
 from specs.phases import Phase
@@ -59,20 +43,17 @@ NO_DEVICES: frozenset[tuple[int, int]] = frozenset()
 MODEL: State = frozenset({"model"})  # of a trainer, with gradients and optimizer where it learns
 WEIGHTS, WEIGHTS_AND_CACHE = frozenset({"weights"}), frozenset({"weights", "kv_cache"})
 
+
+def _row(**held: State) -> Mapping[Phase, State]:
+    """Return what a kind of holder has in each phase: nothing where it is not named."""
+    return {phase: held.get(phase, NOTHING) for phase in get_args(Phase)}
+
+
 TABLE: dict[Holds, Mapping[Phase, State]] = {
-    "learner": {
-        **{"rollout": NOTHING, "score": NOTHING, "train": MODEL, "sync": MODEL, "save": MODEL, "build": NOTHING}
-    },
-    "frozen": {
-        **{"rollout": NOTHING, "score": NOTHING, "train": MODEL, "sync": MODEL, "save": MODEL, "build": NOTHING}
-    },
-    "score_model": {
-        **{"rollout": NOTHING, "score": MODEL, "train": NOTHING, "sync": NOTHING, "save": NOTHING, "build": NOTHING}
-    },
-    "sampler": {
-        **{"rollout": WEIGHTS_AND_CACHE, "score": NOTHING, "train": NOTHING},
-        **{"sync": WEIGHTS, "save": NOTHING, "build": NOTHING},
-    },
+    "learner": _row(train=MODEL, sync=MODEL, save=MODEL),
+    "frozen": _row(train=MODEL, sync=MODEL, save=MODEL),
+    "score_model": _row(score=MODEL),
+    "sampler": _row(rollout=WEIGHTS_AND_CACHE, sync=WEIGHTS),  # "build": a lost one is built
 }
 
 
@@ -164,7 +145,7 @@ class Residency:
 
     @property
     def sampler_asleep(self) -> bool:
-        """A sampler holds nothing of a shared device."""
+        """Return whether a sampler holds nothing of a shared device."""
         return self.shared and any(ROLES[role].samples and not state for role, state in self.states.items())
 
     def turns(self, groups: Sequence[Group]) -> list[list[Group]]:
