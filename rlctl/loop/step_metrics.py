@@ -40,6 +40,7 @@ METRICS: tuple[Metric, ...] = (
             "rollout/length_mean [tokens]": "Mean length of the completions that are learned from.",
             "rollout/length_max [tokens]": "The longest of them.",
             "rollout/finished [share]": "Completions that ended by themselves, before `data.max_response_tokens`.",
+            "rollout/repeated [share]": "Completions that are the same, token by token, as another of their group.",
             "rollout/tokens [tokens]": "Of all completions that are learned from.",
         },
     ),
@@ -128,11 +129,19 @@ def collect(
         "rollout/length_mean": float(tokens_R.mean()),
         "rollout/length_max": int(tokens_R.max()),
         "rollout/finished": float(rollouts.all(batch["finished_B"] != 0).mean()),
+        "rollout/repeated": _repeated(batch),
         "rollout/tokens": int(tokens_R.sum()),
         **(synced.metrics() if synced else {}),
         **times,
         "perf/tokens_per_s": batch.num_tokens / times["time/step_s"],
     }
+
+
+def _repeated(batch: Batch) -> float:
+    """Return the share of completions that are not the first of their kind in their group."""
+    written_T = np.where(batch["loss_mask_T"] > 0, batch["tokens_T"], -1)
+    written = [piece.tobytes() for piece in np.split(written_T, batch.offsets[1:-1])]
+    return 1.0 - len(set(zip(batch["group_B"].tolist(), written, strict=True))) / len(batch)
 
 
 def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> float:

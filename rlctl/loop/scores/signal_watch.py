@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specs.schema.spec import Spec
 
 MOST_MASKED = 0.5  # share of a step's loss tokens that a correction may leave out without a word
+SILENT, SILENT_STEPS = 0.9, 10  # share of silent groups, and the steps in a row after which it is a collapse
 
 
 class SignalWatch:
@@ -22,6 +23,7 @@ class SignalWatch:
         self._spec, self._warn = spec, warn
         self._seen_first = False
         self._said: set[str] = set()  # metrics that it has warned of
+        self._silent_steps, self._next_collapse = 0, SILENT_STEPS  # in a row; how many are the next warning
 
     def see(self, metrics: Mapping[str, Any], scored: Scored, step: int) -> None:
         """`metrics`: the step's line."""
@@ -29,12 +31,30 @@ class SignalWatch:
             if name not in self._said:
                 self._said.add(name)
                 self._warn(f"step {step}: {words} Said once; {name} counts on")
+        self._count_silent(metrics, scored, step)
         if self._seen_first:
             return
         self._seen_first = True
         if scored.scored_B.any():
             for words in self._scores(metrics, scored):
                 self._warn(f"step {step}: {words}")
+
+    def _count_silent(self, metrics: Mapping[str, Any], scored: Scored, step: int) -> None:
+        """Warn of a run that has stopped learning: after 10 steps in a row, 20, 40, …"""
+        learns = scored.thrown is not None and scored.thrown.signal
+        if learns or not self._spec.algorithm.advantage.equal_is_silent or metrics["reward/silent_groups"] < SILENT:
+            self._silent_steps, self._next_collapse = 0, SILENT_STEPS
+            return
+        self._silent_steps += 1
+        if self._silent_steps == self._next_collapse:
+            self._next_collapse *= 2
+            self._warn(
+                f"step {step}: for {self._silent_steps} steps in a row all completions score the same in "
+                f"{share(SILENT)} of the groups or more, so that next to nothing is learned "
+                f"(reward/mean {number(metrics['reward/mean'])}; {share(metrics['rollout/repeated'])} of the "
+                "completions repeat another of their group). See samples.jsonl: the policy may have collapsed, or "
+                "mastered the task"
+            )
 
     def _later(self, metrics: Mapping[str, Any], scored: Scored) -> Iterator[tuple[str, str]]:
         """Return what may come at any step: the metric that tells of it, and words."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,7 @@ def test_metrics_of_a_step_count_rollouts_and_loss_tokens():
     columns = {
         "length_B": np.array([len(mask) for mask in masks]),
         "loss_mask_T": np.concatenate(masks).astype(np.uint8),
+        "tokens_T": np.array([1, 5, 5, 9, 9, 5, 1, 5, 5, 9, 5, 1, 1, 1, 5, 2, 5, 5]),
         "rollout_B": np.array([5, 3, 3, 8]),
         "group_B": np.array([0, 0, 0, 1]),
         "finished_B": np.array([1, 1, 0, 1], dtype=np.uint8),
@@ -44,6 +47,11 @@ def test_metrics_of_a_step_count_rollouts_and_loss_tokens():
     assert metrics["rollout/length_mean"] == pytest.approx((3 + (4 + 1) + 2) / 3)
     assert metrics["rollout/length_max"] == 5
     assert metrics["rollout/tokens"] == 10
+    assert metrics["rollout/repeated"] == 0
+    equal = {name: np.tile(column, 2) for name, column in columns.items()}
+    twice = replace(scored, reward_B=np.tile(scored.reward_B, 2), scored_B=np.ones(8, bool))
+    doubled = collect(1, Batch(equal), twice, {"actor": loss}, {"actor": [[report]]}, None, {"time/step_s": 2.0})
+    assert doubled["rollout/repeated"] == 0.5
     assert metrics["rollout/finished"] == pytest.approx(2 / 3)
     assert metrics["reward/mean"] == pytest.approx((1 + 4 + 1) / 3)
     assert metrics["reward/std"] == pytest.approx(np.std([1, 4, 1]))

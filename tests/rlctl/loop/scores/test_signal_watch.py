@@ -14,7 +14,13 @@ from rlctl.loop.scores.signal_watch import SignalWatch
 from specs.load.load import spec_from
 
 GRADED = Scored(np.zeros(8, np.float32), np.ones(8, bool), {}, {}, [], completions=8)
-USUAL = {"rollout/finished": 0.9, "reward/mean": 0.4, "reward/std": 0.3, "reward/silent_groups": 0.5}
+USUAL = {
+    "rollout/finished": 0.9,
+    "rollout/repeated": 0.5,
+    "reward/mean": 0.4,
+    "reward/std": 0.3,
+    "reward/silent_groups": 0.5,
+}
 
 
 def said_of(*steps: dict, scored: Scored = GRADED, **sections: dict) -> list[str]:
@@ -50,6 +56,15 @@ def test_a_term_that_never_scores_is_named_unless_zero_is_its_best() -> None:
     terms = [{"kind": "exact_match"}, {"kind": "regex", "pattern": "x"}, {"kind": "overlong", "buffer_tokens": 2}]
     (line,) = said_of({}, scored=replace(GRADED, zero_terms=(1, 2)), reward={"terms": terms})
     assert line == "step 1: reward.terms.1 (regex) gives every completion 0"
+
+
+def test_a_collapsed_run_is_named_while_it_lasts() -> None:
+    """After 10 steps in a row, 20 and 40; one step that teaches begins the count anew."""
+    silent, teaches = {"reward/silent_groups": 0.95}, {"reward/silent_groups": 0.5}
+    said = said_of(teaches, *[silent] * 9, teaches, *[silent] * 45)
+    assert [line.partition(":")[0] for line in said] == ["step 21", "step 31", "step 51"]
+    assert "for 10 steps in a row all completions score the same in 90% of the groups or more" in said[0]
+    assert said_of(*[silent] * 12, algorithm={"kind": "reinforce++"}) == []
 
 
 @pytest.mark.parametrize(("finished", "told"), [(0.1, 0), (0.0999, 1), (0.0, 1)])
