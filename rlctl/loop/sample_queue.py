@@ -266,21 +266,9 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
-    thrown = Thrown(**entry["thrown"]) if entry.get("thrown") else None
-    greedy = Greedy(**entry["greedy"]) if entry.get("greedy") else None
-    failures, terms, counts = (dict(entry.get(name, {})) for name in ("failures", "terms", "counts"))
-    scored = Scored(
-        *scores,
-        failures,
-        terms,
-        list(entry["samples"]),
-        counts,
-        thrown,
-        greedy,
-        completions=int(entry.get("completions", len(scores[0]))),
-        first_failure=str(entry.get("first_failure", "")),
-        zero_terms=tuple(entry.get("zero_terms", ())),
-    )
+    kept = {name: entry[name] for name in GRADED}
+    kept |= {name: kind(**kept[name]) for name, kind in (("thrown", Thrown), ("greedy", Greedy)) if kept[name]}
+    scored = Scored(*scores, **{**kept, "zero_terms": tuple(kept["zero_terms"])})
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
 
 

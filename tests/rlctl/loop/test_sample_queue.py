@@ -201,5 +201,3 @@ def test_what_grading_said_of_samples_drawn_ahead_outlives_a_checkpoint(tmp_path
     back = _read(tmp_path, entry).drawn.scored
     assert {name: getattr(back, name) for name in said} == said
     RewardFailureWatch(0.5, lambda text: None).see(back, 7)
-    del entry["completions"], entry["first_failure"], entry["zero_terms"]  # as an older rlctl wrote it
-    RewardFailureWatch(0.5, lambda text: None).see(_read(tmp_path, entry).drawn.scored, 7)
