@@ -105,22 +105,19 @@ def _stage_parts(work: Pass, stage: int) -> Iterator[Part]:
     all_again = again == layers
     yield Part("activations", of_layers + outside + (kept if all_again else 0), _LEARN, of_tokens=True)
     logits = _head_bytes(work) - (kept if all_again else 0) if last else 0
-    backward = _backward_bytes(work)
+    # The gradients under way in a layer, on top of what it kept.
+    under_way = 2 * work.mlp_width + 2 * work.facts.hidden_size
+    backward = work.tokens * max(under_way * work.size, _scores(work) * _FP32)
     name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
     yield Part(name, max(logits, backward), _LEARN, of_tokens=True)
 
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
-    """Estimate what a forward pass alone holds: log-probs."""
-    yield Part("forward pass", max(_forward_bytes(work), _scored_bytes(work)), _LEARN, of_tokens=True)
-
-
-def _scored_bytes(work: Pass) -> int:
-    return min(work.logits_chunk, work.tokens) * work.vocabulary * 2 * _FP32 if work.head == "lm" else 0
-
-
-def _softcap(work: Pass) -> bool:
-    return work.config.get("final_logit_softcapping") is not None
+    """Estimate what a forward pass alone holds: a layer that keeps nothing, or a chunk of logits and log-probs."""
+    one_layer = (3 * work.mlp_width + 4 * work.facts.hidden_size) * work.size
+    forward = work.tokens * max(one_layer, _scores(work) * (_FP32 + 2 * work.size)) + _mask_bytes(work)
+    logits = min(work.logits_chunk, work.tokens) * work.vocabulary * 2 * _FP32 if work.head == "lm" else 0
+    yield Part("forward pass", max(forward, logits), _LEARN, of_tokens=True)
 
 
 def _layer_bytes(work: Pass) -> int:
@@ -157,18 +154,6 @@ def _mask_bytes(work: Pass) -> int:
     return work.row**2 * (kinds if work.facts.sliding_window else 1) * work.size
 
 
-def _backward_bytes(work: Pass) -> int:
-    """Count the gradients under way in a layer, on top of what it kept."""
-    under_way = 2 * work.mlp_width + 2 * work.facts.hidden_size
-    return work.tokens * max(under_way * work.size, _scores(work) * _FP32)
-
-
-def _forward_bytes(work: Pass) -> int:
-    """Count a layer that keeps nothing."""
-    one_layer = (3 * work.mlp_width + 4 * work.facts.hidden_size) * work.size
-    return work.tokens * max(one_layer, _scores(work) * (_FP32 + 2 * work.size)) + _mask_bytes(work)
-
-
 def _head_bytes(work: Pass) -> int:
     """Count one chunk of logits with what the loss makes of it, and gradients of hidden states and of the head."""
     rows = work.tokens * work.facts.hidden_size
@@ -176,7 +161,8 @@ def _head_bytes(work: Pass) -> int:
     if work.head != "lm":  # what enters it, in fp32, and the gradient of that
         return hidden + (2 * rows * _FP32 if work.dtype == "bf16" else 0)
     chunk, vocabulary = min(work.logits_chunk, work.tokens), work.vocabulary
-    copies = 2 + (work.entropy or _softcap(work))  # logits and log-probs, in whose memory the rest is computed
+    capped = work.config.get("final_logit_softcapping") is not None
+    copies = 2 + (work.entropy or capped)  # logits and log-probs, in whose memory the rest is computed
     logits = chunk * vocabulary * copies * _FP32
     weight = 0
     if work.trains_head and not work.adds_head_gradient:

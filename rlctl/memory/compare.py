@@ -25,24 +25,18 @@ class Compared(TypedDict):
     used_GiB: float
 
 
-def planned_bytes(spec: Spec, spec_dir: Path) -> dict[str, int]:
-    """Return role → the peak of a rank, as planned. Empty where the shape of a model is not known on this machine;
-    without roles whose engines do not say what they hold."""
+def compare(spec: Spec, spec_dir: Path, groups: Mapping[str, Group]) -> dict[str, Compared]:
+    """Return the roles that can be planned on this machine and whose ranks reported what they held. (A server beside
+    the role's process, as SGLang's, does not.)"""
     gpus = any(spec.role(role).devices for role in spec.roles)
     try:
         plan = plan_memory(spec, spec_dir, gpu_GiB=gpu_memory_GiB()[0] if gpus else 0.0, host_GiB=0.0)
     except SpecError:
         return {}
-    return {role.role: role.measurable_bytes for role in plan.roles if not role.not_known}
-
-
-def compare(planned: Mapping[str, int], groups: Mapping[str, Group]) -> dict[str, Compared]:
-    """Return the roles that were planned and whose ranks reported what they held. (A server beside the role's process,
-    as SGLang's, does not.)"""
     return {
-        role: {"planned_GiB": nbytes / GIB, "used_GiB": groups[role].used_GiB}
-        for role, nbytes in planned.items()
-        if groups[role].used_GiB > 0
+        role.role: {"planned_GiB": role.measurable_bytes / GIB, "used_GiB": groups[role.role].used_GiB}
+        for role in plan.roles
+        if not role.not_known and groups[role.role].used_GiB > 0
     }
 
 

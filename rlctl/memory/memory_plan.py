@@ -13,7 +13,7 @@ from rlctl.memory.role_models import Model, find_model, held_trainer, longest_sh
 from specs.memory_parts import ALWAYS, BLOCK_BYTES, BLOCKS, DTYPE_BYTES, GIB, MOMENTS, SAMPLING, SCORING, Moment, Part
 from specs.rules.attention_rules import AtHand, attention_of
 from specs.rules.transport_rules import choose_transport
-from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
+from specs.schema.engines.engine_table import answered
 from specs.schema.engines.transformers_tables import KEPT_OF_MLP, TrainedHere
 from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR
 from specs.schema.rank_groups import axis_of, devices_of_a_process, sequence_parallel_of
@@ -52,63 +52,56 @@ class MemoryPlan:
 def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, exact: bool = False) -> MemoryPlan:
     """Plan a run. `gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. `exact`: count only what
     follows from shapes and dtypes. Raises SpecError where a model's shape cannot be found out."""
-    roles = tuple(_roles(spec, spec_dir, spec.colocated, gpu_GiB))
+    roles = tuple(_roles(spec, spec_dir, gpu_GiB))
     if exact:
         roles = tuple(replace(role, parts=tuple(part for part in role.parts if part.exact)) for role in roles)
     return MemoryPlan(roles, tuple(places_of(spec, roles, gpu_GiB, host_GiB)))
 
 
-def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float) -> Iterator[RoleMemory]:
+_QUESTIONS = {"memory": "weights and all that follows from them", "model_of": "activations"}
+
+
+def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
     for name in spec.roles:
         section: Any = spec.role(name)
         if not ROLES[name].holds_model or section.engine.negligible_memory:
             continue
-        device = "cuda" if section.devices else "cpu"
+        engine, device, scores = (
+            section.engine,
+            "cuda" if section.devices else "cpu",
+            ROLES[name].holds == "score_model",
+        )
+        # What of its memory the engine's table does not say. A rollout's formula is whole.
+        asked = ("memory",) if ROLES[name].samples else tuple(_QUESTIONS)
+        open_ = tuple(_QUESTIONS[question] for question in asked if not answered(type(engine), question))
         parts: list[Part] = []
-        source, open_ = "", tuple(_left_open(section.engine))
-        if len(open_) < len(_QUESTIONS):  # else no formula needs the model's shape
+        source = ""
+        if len(open_) < len(asked):  # else no formula needs the model's shape
             model = find_model(spec, name, spec_dir)
             source = model.tensors.source
-            if ROLES[name].samples:
-                parts += _rollout(spec, model, colocated, gpu_GiB)
-            else:
-                held = _trainer(spec, name, section, model, device)
-                scores = ROLES[name].holds == "score_model"
-                leaving = _scoring_alone if scores else _leaving
-                parts += [piece for part in held for piece in leaving(part, colocated, device)]
-        parts += _process(device, section.processes if ROLES[name].together else 1)
+            for part in (_rollout if ROLES[name].samples else _trainer)(spec, name, section, model, gpu_GiB):
+                # What a trainer has while it learns, a model that only scores has while it scores.
+                held = replace(part, phases=SCORING) if scores and part.phases != ALWAYS else part
+                shares = spec.colocated and not ROLES[name].samples
+                parts += _sharing(held, device, scores) if shares else [held]
+        if device == "cpu":
+            parts.append(Part("process and libraries", int(PROCESS_GIB * GIB), context=True))
+        else:
+            context = CONTEXT_GIB + (COLLECTIVES_GIB if ROLES[name].together and section.processes > 1 else 0.0)
+            parts.append(Part("CUDA context, collectives", int(context * GIB), context=True))
         width = devices_of_a_process(section)
-        kind = section.engine.kind
-        yield RoleMemory(name, kind, section.processes, device, width, tuple(parts), source, open_)
+        yield RoleMemory(name, engine.kind, section.processes, device, width, tuple(parts), source, open_)
 
 
-_QUESTIONS = {"memory": "weights and all that follows from them", "model_of": "activations"}
-
-
-def _left_open(engine: EngineTable) -> Iterator[str]:
-    """Yield what of its memory an engine's table does not say, in words. A rollout's formula is whole."""
-    for question, what in _QUESTIONS.items():
-        if not answered(type(engine), question) and not (isinstance(engine, RolloutTable) and question == "model_of"):
-            yield what
-
-
-def _process(device: str, ranks: int) -> list[Part]:
-    if device == "cpu":
-        return [Part("process and libraries", int(PROCESS_GIB * GIB), context=True)]
-    context = CONTEXT_GIB + (COLLECTIVES_GIB if ranks > 1 else 0.0)
-    return [Part("CUDA context, collectives", int(context * GIB), context=True)]
-
-
-def _rollout(spec: Spec, model: Model, colocated: bool, gpu_GiB: float) -> Iterator[Part]:
-    replica = replica_of(spec, model.tensors, model.facts, colocated=colocated, gpu_GiB=gpu_GiB)
-    yield from spec.rollout.engine.memory(replica) or ()
+def _rollout(spec: Spec, role: RoleName, section: Any, model: Model, gpu_GiB: float) -> Iterator[Part]:
+    yield from section.engine.memory(replica_of(spec, model.tensors, model.facts, gpu_GiB=gpu_GiB)) or ()
     if spec.sync.delta:
-        yield _last_weights(spec, model, "cuda" if spec.rollout.devices else "cpu")
+        yield _last_weights(spec, model, "cuda" if section.devices else "cpu")
 
 
-def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str) -> Iterator[Part]:
-    held = held_trainer(spec, role, model.tensors)
-    yield from section.engine.memory(held) or ()
+def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, gpu_GiB: float) -> Iterator[Part]:
+    device = "cuda" if section.devices else "cpu"
+    yield from section.engine.memory(held_trainer(spec, role, model.tensors)) or ()
     if section.engine.model_of == "transformers":
         work = _pass(spec, role, section, model, device, min(longest_share(spec, role), section.micro_batch_tokens))
         yield from learning_parts(work) if ROLES[role].learns else scoring_parts(work)
@@ -169,28 +162,14 @@ def _last_weights(spec: Spec, model: Model, device: str) -> Part:
     return Part("weights sent last", nbytes, exact=True, host=device != "cpu")
 
 
-def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:
-    """Split a trainer's part on a shared device: while others sample it is in host memory, or gone. (On the CPU there
-    is nowhere to go.)"""
-    if not colocated or part.host or not (part.leaves or part.dropped) or "rollout" not in part.phases:
+def _sharing(part: Part, device: str, scores: bool) -> Iterator[Part]:
+    """Split a part on a shared device: while its role is away it is in host memory, or gone; on the CPU there is no
+    other place. A learner is away while others sample; a model that only `scores` is there for that alone."""
+    away = ALWAYS - SCORING if scores else SAMPLING
+    stays = part.host or not (part.leaves or part.dropped) or (device == "cpu" and (scores or not part.dropped))
+    if stays or not part.phases & away:
         yield part
-    elif part.dropped:
-        yield replace(part, phases=part.phases - SAMPLING)
-    elif device == "cpu":
-        yield part
-    else:
-        yield replace(part, phases=part.phases - SAMPLING)
-        yield replace(part, name=f"{part.name}, offloaded", phases=SAMPLING, host=True)
-
-
-def _scoring_alone(part: Part, colocated: bool, device: str) -> Iterator[Part]:
-    """Move a part of a model that only scores: what a trainer has while it learns, this one has while it scores, and on
-    a shared device it is there for that alone."""
-    work = part if part.phases == ALWAYS else replace(part, phases=SCORING)
-    stays = not colocated or device == "cpu" or part.host or not (part.leaves or part.dropped)
-    if stays or work.phases != ALWAYS:
-        yield work
         return
-    yield replace(work, phases=SCORING)
+    yield replace(part, phases=part.phases - away)
     if not part.dropped:
-        yield replace(work, name=f"{part.name}, offloaded", phases=ALWAYS - SCORING, host=True)
+        yield replace(part, name=f"{part.name}, offloaded", phases=part.phases & away, host=True)

@@ -54,7 +54,7 @@ class Place:
     @property
     def name(self) -> str:
         first, *more = self.names
-        return f"{first} … {self.names[-1]} ({len(self.names)} alike)" if more else first
+        return f"{first} … {more[-1]} ({len(self.names)} alike)" if more else first
 
     @property
     def fits(self) -> bool | None:
@@ -74,50 +74,30 @@ class Place:
 
 def places_of(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB: float) -> Iterator[Place]:
     """Yield GPUs and hosts, those with the same ranks on them together."""
-    tenants: dict[tuple[str, int, int], list[Tenant]] = {}  # (kind, node, GPU) → who is there
+    tenants: dict[tuple[str, int, int], list[tuple[RoleName, tuple[Part, ...]]]] = {}  # (kind, node, GPU) → ranks there
     for role in roles:
         section = spec.role(role.role)
         per_node = max(1, section.processes // section.nodes)
         for rank in range(section.processes):
             node, local = section.hosts[rank // per_node], rank % per_node
+            own = [part for part in role.parts if rank == 0 or not part.first_rank]
+            on_device, on_host = (tuple(part for part in own if part.host == host) for host in (False, True))
             for number in section.devices[local * role.devices_of_rank : (local + 1) * role.devices_of_rank]:
-                tenants.setdefault(("GPU", node, number), []).append(Tenant.of(role, role.on_device, rank))
-            beside = role.on_device if role.device == "cpu" else role.on_host
-            if beside:
-                tenants.setdefault(("host", node, 0), []).append(Tenant.of(role, beside, rank))
-    alike: dict[tuple[str, tuple[Tenant, ...]], list[tuple[str, int, int]]] = {}
-    for place, there in sorted(tenants.items(), key=lambda item: item[0]):
-        alike.setdefault((place[0], tuple(there)), []).append(place)
-    for (kind, same), places in alike.items():
-        phases = {phase: _by_role(same, phase) for phase in MOMENTS}
+                tenants.setdefault(("GPU", node, number), []).append((role.role, on_device))
+            if beside := on_device if role.device == "cpu" else on_host:
+                tenants.setdefault(("host", node, 0), []).append((role.role, beside))
+    alike: dict[tuple[str, tuple[tuple[RoleName, tuple[Part, ...]], ...]], list[str]] = {}
+    for (kind, node, number), there in sorted(tenants.items(), key=lambda item: item[0]):
+        name = f"node {node} GPU {number}" if kind == "GPU" else f"node {node}"
+        alike.setdefault((kind, tuple(there)), []).append(name)
+    for (kind, same), names in alike.items():
+        phases: dict[Moment, dict[str, int]] = {phase: {} for phase in MOMENTS}
+        for phase, held in phases.items():
+            for here, parts in same:
+                held[here] = held.get(here, 0) + total(parts, phase)
         fullest = max(MOMENTS, key=lambda phase: sum(phases[phase].values()))
-        held = [(tenant.role, part) for tenant in same for part in tenant.parts if fullest in part.phases]
-        largest = max(held, key=lambda each: each[1].nbytes, default=None)
-        memory = gpu_GiB if kind == "GPU" else host_GiB
-        here = {tenant.role for tenant in same}
-        open_ = tuple(role.role for role in roles if role.not_known and role.role in here)
-        yield Place(kind, tuple(_name(place) for place in places), phases, int(memory * GIB), largest, open_)
-
-
-@dataclass(frozen=True)
-class Tenant:
-    """A rank's parts in one place."""
-
-    role: RoleName
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def of(cls, role: RoleMemory, parts: Sequence[Part], rank: int) -> Tenant:
-        return cls(role.role, tuple(part for part in parts if rank == 0 or not part.first_rank))
-
-
-def _by_role(tenants: Sequence[Tenant], phase: Moment) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for tenant in tenants:
-        found[tenant.role] = found.get(tenant.role, 0) + total(tenant.parts, phase)
-    return found
-
-
-def _name(place: tuple[str, int, int]) -> str:
-    kind, node, number = place
-    return f"node {node} GPU {number}" if kind == "GPU" else f"node {node}"
+        then = [(here, part) for here, parts in same for part in parts if fullest in part.phases]
+        largest = max(then, key=lambda each: each[1].nbytes, default=None)
+        memory = int((gpu_GiB if kind == "GPU" else host_GiB) * GIB)
+        open_ = tuple(role.role for role in roles if role.not_known and role.role in phases[fullest])
+        yield Place(kind, tuple(names), phases, memory, largest, open_)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rlctl.show.screen import Screen
 
 _BAR = 48  # characters that a device's memory is wide
-_SHADES = "█▓▒░"
 _USED_SHARE = 0.95  # of a device: allocators leave gaps
 
 
@@ -93,44 +93,33 @@ def as_dict(plan: MemoryPlan, problems: Sequence[Problem], notes: Sequence[str])
     return {
         "fits": None if plan.fits and plan.not_known else plan.fits,
         "roles": {role.role: _role(role, plan.moments) for role in plan.roles},
-        "places": [_place(place, plan.moments) for place in plan.places],
+        "places": [
+            {
+                "phases": {phase: place.bytes_in(phase) for phase in plan.moments},
+                "roles": place.phases[place.fullest],
+                **{name: getattr(place, name) for name in ("kind", "names", "fullest", "memory", "not_known", "fits")},
+            }
+            for place in plan.places
+        ],
         "problems": [{"key": each.key, "message": each.message, "hint": each.hint} for each in problems],
         "assumptions": list(notes),
     }
 
 
 def _role(role: RoleMemory, moments: Sequence[Moment]) -> dict[str, Any]:
+    known = not role.not_known
     return {
-        "engine": role.engine,
-        "ranks": role.ranks,
-        "device": role.device,
-        "not_known": list(role.not_known),
-        "phases": None if role.not_known else {phase: total(role.on_device, phase) for phase in moments},
-        "host_phases": None if role.not_known else {phase: total(role.on_host, phase) for phase in moments},
-        "measurable_peak": None if role.not_known else role.measurable_bytes,
+        **{name: getattr(role, name) for name in ("engine", "ranks", "device", "not_known")},
+        "phases": {phase: total(role.on_device, phase) for phase in moments} if known else None,
+        "host_phases": {phase: total(role.on_host, phase) for phase in moments} if known else None,
+        "measurable_peak": role.measurable_bytes if known else None,
         "parts": [
             {
-                "name": part.name,
-                "bytes": part.nbytes,
                 "phases": [phase for phase in moments if phase in part.phases],
-                "exact": part.exact,
-                "host": part.host,
+                **{"name": part.name, "bytes": part.nbytes, "exact": part.exact, "host": part.host},
             }
             for part in role.parts
         ],
-    }
-
-
-def _place(place: Place, moments: Sequence[Moment]) -> dict[str, Any]:
-    return {
-        "kind": place.kind,
-        "names": list(place.names),
-        "phases": {phase: place.bytes_in(phase) for phase in moments},
-        "roles": place.phases[place.fullest],
-        "fullest": place.fullest,
-        "memory": place.memory,
-        "not_known": list(place.not_known),
-        "fits": place.fits,
     }
 
 
@@ -175,34 +164,32 @@ def _table(plan: MemoryPlan) -> Table:
 
 
 def _print_place(out: Screen, place: Place) -> None:
-    """Print a bar of the fullest phase, each role in its own shade."""
+    """Print whether a place fits, and a bar of its fullest phase, each role in its own shade."""
     from rich.text import Text
 
     held = {role: nbytes for role, nbytes in place.phases[place.fullest].items() if nbytes}
+    shades = dict(zip(held, cycle("█▓▒░"), strict=False))
     whole = max(place.memory, place.peak, 1)
-    shades = [_SHADES[number % len(_SHADES)] for number in range(len(held))]
-    bar = "".join(shade * round(_BAR * nbytes / whole) for shade, nbytes in zip(shades, held.values(), strict=True))
-    bar = bar.ljust(_BAR, "·")[:_BAR]
+    bar = "".join(shades[role] * round(_BAR * nbytes / whole) for role, nbytes in held.items()).ljust(_BAR, "·")[:_BAR]
     if place.memory and (edge := round(_BAR * place.memory / whole)) < _BAR:
         bar = f"{bar[:edge]}|{bar[edge:]}"
-    parts = "  ".join(
-        f"{shade} {role} {nbytes / GIB:.1f}" for shade, (role, nbytes) in zip(shades, held.items(), strict=True)
-    )
+    parts = "  ".join(f"{shades[role]} {role} {nbytes / GIB:.1f}" for role, nbytes in held.items())
     whose = "" if place.kind == "GPU" else "host memory of "
-    out.print(Text.assemble(f"{whose}{place.name}: ", *_whether_it_fits(place)), soft_wrap=True)
+    out.print(Text.from_markup(f"{whose}{place.name}: {_whether_it_fits(place)}"), soft_wrap=True)
     out.print(f"  {bar}  {place.fullest}: {parts} GiB\n", soft_wrap=True)
 
 
-def _whether_it_fits(place: Place) -> list[str | tuple[str, str]]:
-    """Return words, with their style where they have one."""
+def _whether_it_fits(place: Place) -> str:
+    """Return words in rich's markup."""
     unknown = f", and what {' and '.join(place.not_known)} holds is not known" if place.not_known else ""
     used = f"{'at least ' if unknown else ''}{place.peak / GIB:.1f}"
     if not place.memory:
-        return [f"{used} GiB{unknown}"]
-    of = f": {used} of {place.memory / GIB:.1f} GiB{unknown}"
+        return f"{used} GiB{unknown}"
     if place.fits is False:
-        return [("does not fit", "bold red"), of]
-    if place.fits is None:
-        return [("not known whether it fits", "bold yellow"), of]
-    tight = place.peak > _USED_SHARE * place.memory
-    return [("fits with nothing to spare", "bold yellow") if tight else ("fits", "green"), of]
+        verdict = "[bold red]does not fit[/]"
+    elif place.fits is None:
+        verdict = "[bold yellow]not known whether it fits[/]"
+    else:
+        tight = place.peak > _USED_SHARE * place.memory
+        verdict = "[bold yellow]fits with nothing to spare[/]" if tight else "[green]fits[/]"
+    return f"{verdict}: {used} of {place.memory / GIB:.1f} GiB{unknown}"

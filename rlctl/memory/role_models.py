@@ -39,13 +39,16 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
     SpecError."""
     path = spec.model_path(role)
     key = "model.path" if path == spec.model.path else f"{role}.model"
-    folder = _shipped(path) or model_folder(path, spec_dir)
+    by_hand = f"copy that file into a folder and add `--set {key}=FOLDER`"
+    shipped = SHIPPED_FOLDER / path.replace("/", "--")
+    is_shipped = (shipped / "config.json").is_file() and hub_snapshot(path) is None
+    folder = shipped if is_shipped else model_folder(path, spec_dir)
     if folder is None:
         asked = None if offline() else look_up(path)
         why = f": {asked.why}" if isinstance(asked, Unavailable) else ""
-        hint = f"`hf download {path} config.json` brings it (a few kB) where there is a network; {_by_hand(key)}"
+        hint = f"`hf download {path} config.json` brings it (a few kB) where there is a network; {by_hand}"
         raise SpecError([Problem(key, f"its config.json is not on this machine{why}", hint, show(path))])
-    config, facts, tensors = _read_model(key, path, folder)
+    config, facts, tensors = _read_model(key, path, folder, by_hand)
     if facts is None or tensors is None:
         kind = config.get("model_type", "?")
         message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights"
@@ -56,24 +59,17 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
     return Model(config, facts, tensors)
 
 
-def _shipped(path: str) -> Path | None:
-    folder = SHIPPED_FOLDER / path.replace("/", "--")
-    return folder if (folder / "config.json").is_file() and hub_snapshot(path) is None else None
-
-
-def _by_hand(key: str) -> str:
-    return f"copy that file into a folder and add `--set {key}=FOLDER`"
-
-
 @cache
-def _read_model(key: str, path: str, folder: Path) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
+def _read_model(
+    key: str, path: str, folder: Path, by_hand: str
+) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it holds no table")
     except FileNotFoundError:
         what = "no config.json in it" if folder.is_dir() else "no such folder on this machine"
-        hint = f"sizes come from its config.json alone: {_by_hand(key)}"
+        hint = f"sizes come from its config.json alone: {by_hand}"
         raise SpecError([Problem(key, what, hint, show(path))]) from None
     except (OSError, ValueError) as error:
         hint = "a model folder has a config.json"
@@ -82,9 +78,6 @@ def _read_model(key: str, path: str, folder: Path) -> tuple[dict[str, Any], Mode
     if tensors is None:
         tensors = tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
     return config, facts, tensors
-
-
-# ── what engines are asked to hold ────────────────────────────────────────────────────────────────
 
 
 def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrainer:
@@ -113,7 +106,7 @@ def longest_share(spec: Spec, role: RoleName) -> int:
     return max(ceil(longest / sequence_parallel_of(section)), of_all // processes)
 
 
-def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocated: bool, gpu_GiB: float) -> Replica:
+def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, gpu_GiB: float) -> Replica:
     """Return what a replica of this spec's rollout holds."""
     rollout = spec.rollout
     return Replica(
@@ -121,13 +114,10 @@ def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocate
         tensors=tensors,
         facts=facts,
         dtype=spec.rollout_dtype,
-        sequences=max(
-            -(-spec.samples_per_step // rollout.processes),
-            max((evaluation.samples for evaluation in spec.evaluations), default=0),
-        ),
+        sequences=max([-(-spec.samples_per_step // rollout.processes), *(each.samples for each in spec.evaluations)]),
         max_sequence_tokens=spec.max_sequence_tokens,
         max_prompt_tokens=spec.data.max_prompt_tokens,
         gpu_GiB=gpu_GiB if rollout.devices else 0.0,
-        colocated=colocated,
+        colocated=spec.colocated,
         lora=spec.actor.lora if spec.rollout_applies_adapters else None,
     )

@@ -224,9 +224,7 @@ def open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None
 
 def _compare_memory(spec: Spec, spec_dir: Path, run_dir: RunDir, groups: Groups, progress: Progress) -> None:
     """Compare what was planned for each role with what it took: for the report, and in a line."""
-    planned = memory.planned_bytes(spec, spec_dir)
-    compared = memory.compare(planned, {role: groups[role] for role in planned})
-    if compared:
+    if compared := memory.compare(spec, spec_dir, {role: groups[role] for role in spec.roles}):
         memory.write(compared, run_dir.path)
         progress.message(f"memory at most: {memory.line(compared)}")
 

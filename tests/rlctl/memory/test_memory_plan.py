@@ -187,10 +187,9 @@ class Ranks:
 
 def test_a_run_compares_the_plan_with_what_was_held(tmp_path: Path) -> None:
     spec = load_spec(spec_of(tmp_path, "quickstart", QWEN_7B), [f'model.path="{tmp_path / "model"}"'])
-    planned = compare.planned_bytes(spec, tmp_path)
-    assert planned["actor"] > 16 * PARAMETERS_7B
     groups: Any = {"actor": Ranks(120.0), "rollout": Ranks(0.0)}
-    compared = compare.compare(planned, groups)
+    compared = compare.compare(spec, tmp_path, groups)
+    assert compared["actor"]["planned_GiB"] * GIB > 16 * PARAMETERS_7B
     assert set(compared) == {"actor"}, "a role whose ranks said nothing has nothing to compare"
     assert compared["actor"]["used_GiB"] == 120.0
     compare.write(compared, tmp_path)
