@@ -11,6 +11,12 @@ _HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 _TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2", "starcoder2")
 
 
+# Kinds of layers, by transformers' names, that rlctl computes on packed rows; those of the second line carry a state.
+LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"}) | {
+    *("linear_attention", "mamba", "conv", "hybrid")
+}
+
+
 def tokens_of_one_rope(config: Mapping[str, Any]) -> int:
     """Return the number of tokens up to which positions are rotated in one way; 0: any number.
 

@@ -29,17 +29,14 @@ from backends.hf.score_layer import (
     score_names,
     wrong_score_layer,
 )
-from backends.packed import packed_attention
+from backends.packed import packed_attention, state_layers
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
 from specs.errors import ModelError
-from specs.model_facts import positions_of, tokens_of_one_rope
+from specs.model_facts import LAYER_KINDS, positions_of, tokens_of_one_rope
 from specs.wire.as_built import ModelBuilt
 from specs.wire.model_flops import DecoderSize
 from specs.wire.role_config import ModelConfig
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
 
 # ── building ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -58,6 +55,7 @@ def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
     else:
         model = _from_config(config, hf_config, dtype, decision.implementation, draw=load_weights)
     refuse_a_swap(model, decision)
+    state_layers.install(model)
     to_device(model, torch.device(config.device))
     model.eval()
     return model
@@ -89,6 +87,7 @@ def build_without_memory(config: ModelConfig) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         model = _from_config(config, hf_config, DTYPES[config.dtype], decision.implementation, draw=False)
     refuse_a_swap(model, decision)
+    state_layers.install(model)
     model.tie_weights()  # moving to meta unties tied weights
     model.eval()
     return model
@@ -126,7 +125,7 @@ def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
             hint="lower data.max_prompt_tokens or data.max_response_tokens",
         )
     _check_one_rope(config, text)
-    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    unknown = set(getattr(text, "layer_types", None) or ()) - LAYER_KINDS
     if unknown:
         raise ModelError(f"model {config.path}: layers of kind {', '.join(sorted(unknown))} are not supported")
 

@@ -103,11 +103,10 @@ class _PadPlan:
     """groups: (count, length) of each padded batch. index_P: row of the packed tokens for each padded row; real_P: not
     only filling. inverse_T: a padded row for each packed token. shared: whether any token has several.
 
-    Longest first; a sequence opens a new group when it would fill less than `least_fill` of its padded row. Measured on
-    2 cores with 128 sequences: 0.65 beats 0.5 and 0.8 by 10-20 %, on even and on long-tailed lengths.
+    Longest first, in groups of like length.
     """
 
-    def __init__(self, length_S: NDArray[np.int64], parent_S: NDArray[np.int64], least_fill: float = 0.65) -> None:
+    def __init__(self, length_S: NDArray[np.int64], parent_S: NDArray[np.int64]) -> None:
         assert (parent_S < np.arange(len(parent_S))).all(), "a segment comes after the one that it continues"
         start_S = np.cumsum(length_S) - length_S
         ends_B = np.setdiff1d(np.arange(len(length_S)), parent_S)  # the last segment of each sequence
@@ -117,7 +116,7 @@ class _PadPlan:
         first_B = np.where(prompt_B < 0, start_S[ends_B], start_S[prompt_B])
         total_B = prefix_B + length_S[ends_B]
         order = np.argsort(-total_B, kind="stable")
-        self.groups = _groups_of_like_length(total_B[order].tolist(), least_fill)
+        self.groups = groups_of_like_length(total_B[order].tolist())
         index, real, done = [], [], 0
         for count, longest in self.groups:
             chosen = order[done : done + count, None]
@@ -133,8 +132,12 @@ class _PadPlan:
         self.shared = len(np.unique(prompt_B[prompt_B >= 0])) < int((prompt_B >= 0).sum())
 
 
-def _groups_of_like_length(lengths: list[int], least_fill: float) -> list[tuple[int, int]]:
-    """(count, length of the longest) of each group; `lengths` fall."""
+def groups_of_like_length(lengths: list[int], least_fill: float = 0.65) -> list[tuple[int, int]]:
+    """Return (count, length of the longest) of each group; `lengths` fall.
+
+    A sequence opens a new group when it would fill less than `least_fill` of its padded row. Measured on 2 cores with
+    128 sequences: 0.65 beats 0.5 and 0.8 by 10-20 %, on even and on long-tailed lengths.
+    """
     groups: list[tuple[int, int]] = []
     for length in lengths:
         if groups and length >= least_fill * groups[-1][1]:

@@ -17,6 +17,7 @@ from backends.packed.layout import PackedLayout
 from backends.packed.masks import PackedRows, additive_masks, block_masks
 from backends.packed.packed_attention import use_layout
 from backends.packed.staging import Staging
+from backends.packed.state_layers import SegmentPlan, has_state_layers, use_rows
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from backends.ulysses.split_attention import sharing
 from specs.attention import FLASH
@@ -30,12 +31,13 @@ class PackedInput:
 
     inputs: dict[str, Any]
     layout: PackedLayout | None
+    segments: SegmentPlan | None = None  # of models with layers that carry a state
     unfused: bool = False  # attention by plain operators, where it would else compile itself
     group: SequenceGroup = ALONE  # who share the row: `inputs` are this rank's part, all else is of the whole row
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        with sharing(self.group), self._layout_in_effect():
+        with sharing(self.group), self._layout_in_effect(), use_rows(self.segments):
             yield
 
     def _layout_in_effect(self) -> AbstractContextManager[Any]:
@@ -77,18 +79,19 @@ def packed_row(
         "position_ids": staging.put(positions_T[own_T])[None],
         "use_cache": False,  # with a cache, transformers forgets that the row is packed
     }
+    segments = SegmentPlan(lengths, parents, staging.put) if has_state_layers(model) else None
     if implementation == "sdpa":
         layout = PackedLayout(lengths, staging.device, parents, staging.put)
-        return PackedInput({**inputs, "attention_mask": layout.mask}, layout, group=group)
+        return PackedInput({**inputs, "attention_mask": layout.mask}, layout, segments, group=group)
     if implementation in FLASH:
         assert parents is None or max(parents) < 0, "can_share_prompts"
-        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, staging)}, None, group=group)
+        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, staging)}, None, segments, group=group)
     if implementation not in _MASKS:
         raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
     masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, staging))
     # For some masks torch 2.13 makes C++ that does not compile out of flex_attention.
     unfused = implementation == "flex_attention" and staging.device.type == "cpu"
-    return PackedInput({**inputs, "attention_mask": masks}, None, unfused, group)
+    return PackedInput({**inputs, "attention_mask": masks}, None, segments, unfused, group)
 
 
 _MASKS = {"eager": additive_masks, "flex_attention": block_masks}

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from backends.packed.layout import PackedLayout
 from backends.packed.packed_attention import use_layout
+from backends.packed.state_layers import LayerState, use_rows
 from backends.torch_rollout.kv_cache import KvCache, LayerShape, PromptLayout, split
-from backends.torch_rollout.runner import Forward, packed_positions, prefill
+from backends.torch_rollout.runner import Forward, packed_positions, prefill, prompt_rows
 from backends.weights.tensor_bytes import wire_dtype
 from specs.errors import ModelError
 from specs.rounding import Tolerance
@@ -45,24 +46,34 @@ class Comparison:
         return cls(float(gaps_T.max()), TOLERANCE[wire_dtype(dtype)].at(largest))
 
 
-def attention_shapes(model: PreTrainedModel, device: torch.device) -> dict[int, LayerShape]:
-    """Shapes of every layer's keys and values, seen in a forward pass of one token rather than read from a config."""
+@dataclass(frozen=True)
+class CacheShapes:
+    """Shapes of what each layer keeps of a sequence: keys and values, a state, or both."""
+
+    attention: dict[int, LayerShape]
+    states: dict[int, LayerState]  # of one sequence
+
+
+def cache_shapes(model: PreTrainedModel, device: torch.device) -> CacheShapes:
+    """Return what the layers keep, seen in a forward pass of one token rather than read from a config."""
     layout = PromptLayout([1], device, model.config.get_text_config().num_hidden_layers)
+    rows = prompt_rows([1], device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
-    with use_layout(layout):
+    with use_layout(layout), use_rows(rows):
         model(input_ids=token[None], position_ids=token[None], attention_mask=layout.mask, use_cache=False)
     if not layout.kept:
         raise ModelError(f"{type(model).__name__} does not call attention through transformers' AttentionInterface")
-    return {
+    shapes = {
         layer: LayerShape(key.shape[1], key.shape[2], value.shape[2]) for layer, (key, value) in layout.kept.items()
     }
+    return CacheShapes(shapes, rows.ended)
 
 
 @torch.inference_mode()
 def check_decoding(model: PreTrainedModel, forward: Forward, device: torch.device) -> None:
     """Two short sequences, ragged: prompt at once and token by token, against the plain forward pass of each alone.
 
-    Raises ModelError: catches models with state besides attention, and positions or masks that a packed row breaks.
+    Raises ModelError: catches a state that is not kept, and positions or masks that a packed row breaks.
     """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -84,14 +95,16 @@ def _by_cache(
 ) -> list[Tensor]:
     """Logits [length - prompt + 1, V] of each sequence from the last prompt token on."""
     ready = prefill([s[:n].numpy() for s, n in zip(sequences, prompts, strict=True)], forward, device)
-    cache = KvCache(attention_shapes(model, device), len(sequences), max(map(len, sequences)), device, model.dtype)
-    cache.fill(0, [(prompt.first_row, prompt.length) for prompt in ready], ready[0].block.kept)
+    shapes = cache_shapes(model, device)
+    cache = KvCache(shapes.attention, len(sequences), max(map(len, sequences)), device, model.dtype, shapes.states)
+    cache.fill(0, ready)
     logits = [ready[0].block.logits]
     for step in range(len(sequences[0]) - prompts[0]):
         positions = torch.tensor([n + step for n in prompts])
         tokens = torch.stack([s[p] for s, p in zip(sequences, positions.tolist(), strict=True)]).to(device)
         cache.begin_step(positions.numpy(), positions.to(device), split(positions.numpy() + 1))
-        logits.append(forward(tokens, positions.to(device), cache))
+        with use_rows(cache.states):
+            logits.append(forward(tokens, positions.to(device), cache))
     return list(torch.stack(logits, 1))
 
 

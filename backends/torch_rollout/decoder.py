@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from backends import activity
+from backends.packed.state_layers import use_rows
 from backends.rollout.completions import Completions
 from backends.rollout.uniform import sample_keys, uniform
-from backends.torch_rollout.kv_cache import KvCache, Order
-from backends.torch_rollout.runner import Forward, PromptBlock, ReadyPrompt, prefill
+from backends.torch_rollout.kv_cache import KvCache, Order, PromptBlock, ReadyPrompt
+from backends.torch_rollout.runner import Forward, prefill
 from backends.torch_rollout.sampler import sample
 from specs.errors import RlctlError
 from specs.wire.role_config import Sampling
@@ -83,7 +84,7 @@ class Decoder:
         waiting = {int(self.prefix_N[self.queue[0]])} if self.queue else set()
         start, logits = self.active, []
         for block, run in _runs([self.ready[int(self.prefix_N[index])] for index in members]):
-            self.cache.fill(start, [(prompt.first_row, prompt.length) for prompt in run], block.kept)
+            self.cache.fill(start, run)
             numbers = torch.tensor([prompt.number for prompt in run], device=self.cache.device)
             logits.append(block.logits.index_select(0, numbers))
             start += len(run)
@@ -125,7 +126,9 @@ class Decoder:
         tokens, positions = torch.from_numpy(packed).to(self.cache.device).unbind()
         self.cache.begin_step(packed[1], positions, segments)
         self.decode_steps += 1
-        self._sample(self.forward(tokens, positions, self.cache), 0)
+        with use_rows(self.cache.states):
+            logits = self.forward(tokens, positions, self.cache)
+        self._sample(logits, 0)
 
     def _read_B(self) -> NDArray[np.int64]:
         """Positions that each active slot reads in the next step: all so far, with the token that goes in."""

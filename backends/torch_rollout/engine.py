@@ -31,7 +31,7 @@ from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightMemory, W
 from backends.rollout.completions import Completions
 from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import stop_tokens
-from backends.torch_rollout.decode_check import attention_shapes, check_decoding
+from backends.torch_rollout.decode_check import cache_shapes, check_decoding
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
 from backends.torch_rollout.kv_cache import KvCache
@@ -203,7 +203,8 @@ class TorchRolloutEngine(RolloutEngine):
             _give_back_memory(self.device)
             length, dtype = self.config.model.max_sequence_tokens, self.model.dtype
             try:
-                self._cache = KvCache(attention_shapes(self.model, self.device), slots, length, self.device, dtype)
+                shapes = cache_shapes(self.model, self.device)
+                self._cache = KvCache(shapes.attention, slots, length, self.device, dtype, shapes.states)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
                     raise

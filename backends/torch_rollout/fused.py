@@ -98,7 +98,7 @@ class FusedForward:
     def __init__(self, model: PreTrainedModel, device: torch.device, max_len: int) -> None:
         self.model = model
         self.layers = list(model.model.layers)
-        self.num_layers = len(self.layers)
+        self.num_layers, self.carries_state = len(self.layers), False
         self.eps = float(model.config.rms_norm_eps)
         # Mistral reads it from the config, the Qwens from the layer, Llama has none.
         everywhere = model.config.sliding_window if type(model).__name__ == "MistralForCausalLM" else None

@@ -6,7 +6,9 @@ Letters: n active slots, KV key/value heads, G query heads per key/value head, D
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends.packed.layout import PackedLayout
+from backends.packed.state_layers import LayerState
+from backends.torch_rollout.slot_states import SlotStates
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,28 @@ class PromptLayout(PackedLayout):
 
 
 @dataclass(frozen=True)
+class PromptBlock:
+    """Prompts that went through together: their keys and values per layer, and the logits after each.
+
+    Lives as long as one of its prompts still has completions waiting for a slot.
+    """
+
+    kept: dict[int, tuple[Tensor, Tensor]]  # layer → [T, KV, D] twice
+    states: dict[int, LayerState]  # layer → its state after each, where it has one
+    logits: Tensor  # [prompts, V]
+
+
+@dataclass(frozen=True)
+class ReadyPrompt:
+    """Where one prompt lies in its block."""
+
+    block: PromptBlock
+    number: int
+    first_row: int
+    length: int
+
+
+@dataclass(frozen=True)
 class SlotSegment:
     """Slots start … stop-1, which read the first `length` cached positions."""
 
@@ -68,14 +94,22 @@ class SlotSegment:
 
 
 class KvCache:
-    """Keys and values of every layer: two tensors [slots, KV, max_len, D] each. A `Layout` for decoding.
+    """Keys and values of every layer: two tensors [slots, KV, max_len, D] each. A `Layout` for decoding. `states`: what
+    layers that carry a state have in the slots.
 
     Initialised with zeros: masked positions still enter the kernel, where 0 · NaN would be NaN.
     """
 
     def __init__(
-        self, shapes: dict[int, LayerShape], slots: int, max_len: int, device: torch.device, dtype: torch.dtype
+        self,
+        shapes: dict[int, LayerShape],
+        slots: int,
+        max_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        states: Mapping[int, LayerState] = MappingProxyType({}),
     ) -> None:
+        """`states`: layer → the state of some sequences, where it has one."""
         self.slots, self.max_len, self.device = slots, max_len, device
         self.mask: Tensor | None = torch.zeros(1, 1, 1, 1, device=device)  # 4-D: the model then builds none
         self.keys: dict[int, Tensor] = {}
@@ -85,6 +119,7 @@ class KvCache:
             self.values[layer] = torch.zeros(
                 slots, shape.kv_heads, max_len, shape.value_dim, device=device, dtype=dtype
             )
+        self.states = SlotStates(states, slots) if states else None
         self._slots = torch.arange(slots, device=device)
         self._segments: list[SlotSegment] = []
         self._positions: Tensor | None = None
@@ -150,17 +185,20 @@ class KvCache:
 
     # ── moving sequences ──────────────────────────────────────────────────────────────────────────
 
-    def fill(self, start: int, prompts: list[tuple[int, int]], kept: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Copy prompts into slots start, start+1, …: one per entry (first row, length) of the packed rows `kept`."""
-        longest = max(length for _, length in prompts)
+    def fill(self, start: int, prompts: Sequence[ReadyPrompt]) -> None:
+        """Copy prompts of one block into slots start, start+1, …"""
+        block, longest = prompts[0].block, max(prompt.length for prompt in prompts)
         column = np.arange(longest)
-        index = np.stack([first + np.minimum(column, length - 1) for first, length in prompts])
+        index = np.stack([prompt.first_row + np.minimum(column, prompt.length - 1) for prompt in prompts])
         rows = torch.from_numpy(index.reshape(-1)).to(self.device)
         stop = start + len(prompts)
-        for layer, pair in kept.items():
+        for layer, pair in block.kept.items():
             for cache, packed in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                block = packed.index_select(0, rows).unflatten(0, (len(prompts), longest))
-                cache[start:stop, :, :longest] = block.transpose(1, 2)
+                values = packed.index_select(0, rows).unflatten(0, (len(prompts), longest))
+                cache[start:stop, :, :longest] = values.transpose(1, 2)
+        if self.states is not None:
+            numbers = torch.tensor([prompt.number for prompt in prompts], device=self.device)
+            self.states.fill(start, numbers, block.states)
 
     def move(self, target: NDArray[np.int64], source: NDArray[np.int64], length: int) -> None:
         """Copy the first `length` positions of slots `source` over slots `target`. The two do not overlap."""
@@ -168,16 +206,21 @@ class KvCache:
         for cache in (*self.keys.values(), *self.values.values()):
             head = cache[:, :, :length]
             head.index_copy_(0, to, head.index_select(0, of))
+        if self.states is not None:
+            self.states.copy(to, of)
 
     def permute(self, order: NDArray[np.int64], length: int) -> None:
         """Slot i takes what slot `order[i]` held, for the first len(order) slots."""
         of = torch.from_numpy(order).to(self.device)
         for cache in (*self.keys.values(), *self.values.values()):
             cache[: len(order), :, :length] = cache[:, :, :length].index_select(0, of)
+        if self.states is not None:
+            self.states.copy(self._slots[: len(order)], of)
 
     @property
     def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in (*self.keys.values(), *self.values.values()))
+        states = 0 if self.states is None else self.states.nbytes
+        return states + sum(cache.nbytes for cache in (*self.keys.values(), *self.values.values()))
 
 
 def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from backends.packed.packed_attention import Layout, use_layout
-from backends.torch_rollout.kv_cache import PromptLayout
+from backends.packed.state_layers import PromptPlan, has_state_layers, use_rows
+from backends.torch_rollout.kv_cache import PromptBlock, PromptLayout, ReadyPrompt
 from specs.errors import ModelError
 
 
@@ -22,6 +22,7 @@ class Forward(Protocol):
     """tokens_T and position_T (int64) through the model → logits [T, V], or [len(keep), V] of the rows `keep`."""
 
     num_layers: int
+    carries_state: bool  # whether some of its layers do
 
     def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor: ...
 
@@ -38,6 +39,7 @@ class GenericForward:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.num_layers = model.config.get_text_config().num_hidden_layers
+        self.carries_state = has_state_layers(model)
         names = inspect.signature(model.forward).parameters
         if "position_ids" not in names:
             raise ModelError(
@@ -70,25 +72,9 @@ def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
-@dataclass(frozen=True)
-class PromptBlock:
-    """Prompts that went through together: their keys and values per layer, and the logits after each.
-
-    Lives as long as one of its prompts still has completions waiting for a slot.
-    """
-
-    kept: dict[int, tuple[Tensor, Tensor]]  # layer → [T, KV, D] twice
-    logits: Tensor  # [prompts, V]
-
-
-@dataclass(frozen=True)
-class ReadyPrompt:
-    """Where one prompt lies in its block."""
-
-    block: PromptBlock
-    number: int
-    first_row: int
-    length: int
+def prompt_rows(lengths: list[int], device: torch.device) -> PromptPlan:
+    """Return how prompts run that lie one after another, and whose states are kept."""
+    return PromptPlan(lengths, lambda array: torch.from_numpy(array).to(device))
 
 
 def prefill(prompts: Sequence[NDArray[np.int64]], forward: Forward, device: torch.device) -> list[ReadyPrompt]:
@@ -98,8 +84,10 @@ def prefill(prompts: Sequence[NDArray[np.int64]], forward: Forward, device: torc
     layout = PromptLayout(lengths, device, forward.num_layers)
     tokens_T = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
     last = torch.from_numpy(ends - 1).to(device)
-    logits = forward(tokens_T, packed_positions(lengths, device), layout, last)
-    block = PromptBlock(layout.kept, logits)
+    rows = prompt_rows(lengths, device) if forward.carries_state else None
+    with use_rows(rows):
+        logits = forward(tokens_T, packed_positions(lengths, device), layout, last)
+    block = PromptBlock(layout.kept, rows.ended if rows else {}, logits)
     return [
         ReadyPrompt(block, number, int(end) - length, length)
         for number, (end, length) in enumerate(zip(ends, lengths, strict=True))

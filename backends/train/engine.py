@@ -42,6 +42,7 @@ from backends.packed.packing import (
 from backends.packed.row_ops import RowCopies
 from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
+from backends.packed.state_layers import prove_gradients
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.train import weight_export
 from backends.train.hf_weights import stream_into
@@ -178,6 +179,8 @@ class HfTrainEngine(TrainEngine):
         model, group = self.policy.model, self.sequences
         self.policy.kernels.prove(model, self.device, computes_in or model.dtype)
         verify_packing(self._run, model, self.device, group=group, computes_in=computes_in)
+        if self.config.optimizer is not None:
+            prove_gradients(model, self.device)
 
     def _read_weights(self, aliases: Mapping[str, Sequence[str]]) -> None:
         """Fill this rank's memory: the model's own weights from disk, adapters as they start. `aliases`: those of the

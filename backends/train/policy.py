@@ -15,12 +15,14 @@ from backends.hf.recompute import recompute_activations
 from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies, copy_rows
+from backends.packed.state_layers import has_state_layers
 from backends.train.activation_offload import ActivationOffload
 from backends.train.hf_weights import aliases_of
 from backends.train.liger import hold_kernels
 from backends.train.lm_head import Head, LogprobTask, LossTask
 from backends.train.lora import Adapters
 from backends.train.score_head import ScoreHead, ValueLossTask, ValueTask
+from specs.errors import ModelError
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.role_section import DType
 from specs.wire.role_config import ModelConfig, TrainConfig
@@ -69,6 +71,11 @@ def hold_model(config: TrainConfig, dtype: DType, make: Make) -> HeldModel:
     """Build with `make`, holding weights in `dtype`, and mark what learns. Raises ModelError."""
     computes = {"computes_in": config.model.dtype, "learns": config.optimizer is not None}
     model = make(config.model.model_copy(update={"dtype": dtype, **computes}))
+    if config.sequence_parallel > 1 and has_state_layers(model):
+        raise ModelError(
+            f"{type(model).__name__} has layers that carry a state from token to token: ranks cannot share a row",
+            hint=f"set {config.role}.sequence_parallel = 1",
+        )
     if config.optimizer is None:
         model.requires_grad_(False)
     aliases = aliases_of(model)

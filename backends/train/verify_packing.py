@@ -24,8 +24,8 @@ from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.errors import ModelError
 
 Run = Callable[[PackedInput, RowCopies | None, None], Tensor]
-_LENGTHS = (5, 9, 3, 4)
-_PARENTS = (-1, -1, 1, 1)  # the last two segments are completions of the second
+_LENGTHS = (5, 9, 3, 4, 3)
+_PARENTS = (-1, -1, 1, 1, 0)  # the last three segments are completions of the second and of the first
 _WINDOW = 4  # tokens: less than most of these sequences have
 
 
@@ -42,10 +42,10 @@ def verify_packing(
     a model that gives scores, what enters its head must be the same. So must the parts of a row that `group` shares.
 
     `run` is `Policy.forward` through the engine; all ranks call this together. `computes_in`: precision of the forward
-    pass, where that is not the parameters' own. Catches models that mix sequences of a row (state space layers, biases
-    that depend on the place in the row), models whose logits are not simply head(hidden), sliding windows that one of
-    the two does not see, and layers outside attention that need rows of other ranks. Raises ModelError, of a group on
-    all its ranks.
+    pass, where that is not the parameters' own. Catches models that mix sequences of a row (a state that runs on,
+    biases that depend on the place in the row), models whose logits are not simply head(hidden), sliding windows that
+    one of the two does not see, and layers outside attention that need rows of other ranks. Raises ModelError, of a
+    group on all its ranks.
     """
     with _short_windows(model):
         _verify_packing(run, model, device, group, computes_in)

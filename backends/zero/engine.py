@@ -18,6 +18,7 @@ from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_model, build_on_meta, describe
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies
+from backends.packed.state_layers import state_layers
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_rate, set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
@@ -56,6 +57,9 @@ class ZeroTrainEngine(HfTrainEngine):
         model = held.model
         if cuts:
             cut_model(deepspeed, model, ds_config, self.device)
+            if layers := state_layers(model):
+                # Ranks may run them in unequal numbers of batches: their parameters are gathered once for all of these.
+                deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
         self.policy = Policy(model, config)
         self.adamw = None if config.optimizer is None else _adamw(self.policy, config.optimizer)
         self.deepspeed: Any = None

@@ -13,7 +13,7 @@ from rlctl.models.weight_files import AGAIN, no_weights, weight_problems
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
-from specs.model_facts import positions_of, tokens_of_one_rope
+from specs.model_facts import LAYER_KINDS, positions_of, tokens_of_one_rope
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -23,7 +23,6 @@ _LENGTHS = "data.max_prompt_tokens + data.max_response_tokens"
 _CAUSAL = "name a causal language model (Qwen, Llama, Gemma, …)"
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
-_LAYERS = {"full_attention", "sliding_attention", "attention"}  # as backends/hf/hf_model.py, which builds them
 
 
 class ModelCheck:
@@ -148,8 +147,11 @@ class ModelCheck:
         how = self.config.get("quantization_config") or self.config.get("compression_config")
         if self.config.get("is_encoder_decoder"):
             return f"{kind} is an encoder-decoder model; rlctl trains decoder-only models", _CAUSAL
-        if isinstance(layers, list) and (unknown := sorted({*map(str, layers)} - _LAYERS)):
-            return f"{kind} has layers of type {', '.join(unknown)}; rlctl supports softmax attention alone", _CAUSAL
+        if isinstance(layers, list) and (unknown := sorted({*map(str, layers)} - LAYER_KINDS)):
+            return (
+                f"{kind} has layers of type {', '.join(unknown)}; rlctl does not compute these on packed rows",
+                _CAUSAL,
+            )
         if not self._from_scratch and self._role.head == "lm" and _OTHER_HEADS.search(architecture):
             return f"holds a {architecture}, which has no language modeling head", _CAUSAL
         if how and not self._from_scratch:

@@ -33,6 +33,22 @@ _WINDOWS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
     "tie_word_embeddings": True,
 }
+_DELTA_NETS: dict[str, Any] = {
+    **LLAMA_LIKE,
+    "initializer_range": 0.05,  # wider, and a state grows so that in bf16 gradients are noise
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -156,5 +172,68 @@ FAMILIES = {
         seed=47,
         megatron="4:experts, tensor pipeline",
         vllm="refused on the CPU, not tried on GPUs",
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3.5 (text)",
+        "gated delta nets, with a state and a convolution, between layers of gated attention",
+        {
+            **_DELTA_NETS,
+            "model_type": "qwen3_5_text",
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "qwen3_next": Family(
+        "Qwen3-Next",
+        "gated delta nets; experts, and one that every token visits",
+        {
+            **_DELTA_NETS,
+            "model_type": "qwen3_next",
+            "architectures": ["Qwen3NextForCausalLM"],
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "falcon_h1": Family(
+        "Falcon-H1",
+        "attention and Mamba 2 side by side in every layer",
+        {
+            **LLAMA_LIKE,
+            **_MAMBA,
+            "model_type": "falcon_h1",
+            "architectures": ["FalconH1ForCausalLM"],
+            "head_dim": 8,
+            "mamba_d_ssm": 32,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4",
+        "Mamba 2 between layers of attention",
+        {
+            **LLAMA_LIKE,
+            **_MAMBA,
+            "model_type": "granitemoehybrid",
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "num_hidden_layers": 3,
+            "shared_intermediate_size": 48,
+            "num_local_experts": 0,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "mamba_n_heads": 8,
+        },
+    ),
+    "lfm2": Family(
+        "LFM2",
+        "short convolutions between layers of attention",
+        {
+            **LLAMA_LIKE,
+            "model_type": "lfm2",
+            "architectures": ["Lfm2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
     ),
 }

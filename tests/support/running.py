@@ -51,7 +51,7 @@ def warm_torchrun(processes: int, worker: str, *args: str | Path, timeout_s: flo
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = warm.run([*launcher, Path(__file__).with_name(worker), *args], env=env, timeout_s=timeout_s)
-    assert done.returncode == 0, done.stderr[:6000]
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def start(*args: str | Path, cwd: Path = REPO, **env: str) -> subprocess.Popen[str]:

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, SAMPLED
-from rollout_helpers import answer, make_prompts, rollout_config
+from rollout_helpers import answer, give_weights, make_prompts, rollout_config
 from stock_model import ADAM, TEMPERATURE, Arrays, family_batch, logprobs, stock_model, stock_step, write_family
 from train_helpers import build_engine, grpo, scale_of, train_config, weights_of
 
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
+from backends.torch_rollout.slot_states import SlotStates
 from specs.errors import ModelError
+from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
 
 NEW_TOKENS = 8
@@ -77,3 +79,26 @@ def check_scores_and_greedy(sampler: TorchRolloutEngine, folder: Path, dtype: st
 def test_a_family_that_it_cannot_sample_is_refused_with_words(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match=FAMILIES[name].torch):
         TorchRolloutEngine.build(rollout_config(write_family(tmp_path / "model", name)), Rank())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_states_move_with_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """With more completions than slots, those of a group fork its prompt's state and move when others end; without
+    their states they are others."""
+    prompts, sampling = make_prompts(5, 4), Sampling(seed=3, max_response_tokens=12)
+    folder = write_family(tmp_path / "model", family)
+    few, many = (sampler_of(folder, max_sequences=slots) for slots in (3, 20))
+    want = tokens_of(many, prompts, sampling)
+    assert tokens_of(few, prompts, sampling) == want
+    monkeypatch.setattr(SlotStates, "copy", lambda *_: None)
+    assert tokens_of(few, prompts, sampling) != want
+
+
+def tokens_of(sampler: TorchRolloutEngine, prompts: Batch, sampling: Sampling) -> dict[int, list[int]]:
+    return {name: tokens for name, (tokens, *_) in answer(sampler, prompts, sampling).items()}
+
+
+def sampler_of(folder: Path, **engine: int) -> TorchRolloutEngine:
+    sampler = TorchRolloutEngine.build(rollout_config(folder, **engine), Rank())
+    give_weights(sampler)
+    return sampler

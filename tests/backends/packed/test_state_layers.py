@@ -1,0 +1,100 @@
+"""Layers that carry a state: every leak that other tools had is found when a model is built, or in its samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stock_model import write_family
+from torch import Tensor
+from train_helpers import build_engine, train_config
+
+from backends.ddp.engine import DdpTrainEngine
+from backends.packed import state_layers
+from backends.packed.state_layers import LayerState, PromptPlan, SegmentPlan
+from backends.protocol import Rank
+from specs.errors import ModelError
+
+put = torch.from_numpy
+
+
+def sums(batch: Tensor, state: LayerState, mask: Tensor | None = None) -> Tensor:
+    """A layer whose output is the sum of all so far, [n, L, E]."""
+    batch = batch if mask is None else batch * mask[..., None]
+    total = batch.cumsum(1) + (0.0 if state.recurrent is None else state.recurrent[:, None])
+    state.update_recurrent_state(total[:, -1], 0)
+    return total
+
+
+def test_a_completion_begins_in_the_state_of_its_own_prompt() -> None:
+    """Two prompts with completions, one of a single token, and a sequence by itself."""
+    lengths, parents = [3, 2, 4, 1, 1, 5], [-1, -1, 0, 1, 0, -1]
+    hidden_TE = torch.arange(16.0)[:, None] + 1
+    out_TE = SegmentPlan(lengths, parents, put).run(0, sums, hidden_TE)
+    ends = np.cumsum(lengths)
+    want: list[float] = []
+    for segment, parent in enumerate(parents):
+        before = 0.0 if parent < 0 else float(hidden_TE[ends[parent] - lengths[parent] : ends[parent]].sum())
+        want += (before + hidden_TE[ends[segment] - lengths[segment] : ends[segment], 0].cumsum(0)).tolist()
+    assert out_TE[:, 0].tolist() == want
+
+
+def test_the_states_of_prompts_are_kept_in_their_order() -> None:
+    plan = PromptPlan([2, 3, 2], put)
+    plan.run(7, sums, torch.arange(7.0)[:, None])
+    assert plan.ended[7].recurrent is not None
+    assert plan.ended[7].recurrent[:, 0].tolist() == [1, 9, 11]
+
+
+def whole_row(plan: SegmentPlan, number: int, layer: state_layers.Layer, hidden_TE: Tensor) -> Tensor:
+    return layer(hidden_TE[None], LayerState())[0]
+
+
+def fork_without(name: str) -> Any:
+    def select(state: LayerState, rows: Tensor) -> LayerState:
+        forked = _select(state, rows)
+        if (held := getattr(forked, name)) is not None:
+            setattr(forked, name, torch.zeros_like(held))
+        return forked
+
+    return select
+
+
+def fork_of_another(state: LayerState, rows: Tensor) -> LayerState:
+    return _select(state, rows.flip(0))
+
+
+def fork_without_gradient(state: LayerState, rows: Tensor) -> LayerState:
+    return LayerState(*(None if each is None else each.detach() for each in _select(state, rows).tensors))
+
+
+_select = LayerState.select
+LOGITS, GRADIENTS = "gives other logits on packed sequences", "gives other gradients on packed sequences"
+LEAKS: dict[str, tuple[type, str, Any, str]] = {
+    "state and convolution run on into the next sample": (SegmentPlan, "run", whole_row, LOGITS),
+    "the state is not forked": (LayerState, "select", fork_without("recurrent"), LOGITS),
+    "the convolution is not forked": (LayerState, "select", fork_without("conv"), LOGITS),
+    "the state of another prompt is forked": (LayerState, "select", fork_of_another, LOGITS),
+    "no gradient reaches the prompt": (LayerState, "select", fork_without_gradient, GRADIENTS),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_a_leak_is_found_at_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, leak: str) -> None:
+    if (family, leak) == ("lfm2", "the state is not forked"):
+        pytest.skip("its layers have a convolution alone")
+    where, name, sabotaged, words = LEAKS[leak]
+    monkeypatch.setattr(where, name, sabotaged)
+    config = train_config(write_family(tmp_path / "model", family), model={"from_scratch": False})
+    with pytest.raises(ModelError, match=words):
+        build_engine(config)
+
+
+def test_ranks_do_not_share_its_rows(tmp_path: Path) -> None:
+    config = train_config(write_family(tmp_path / "model", "lfm2"), sequence_parallel=2)
+    with pytest.raises(ModelError, match="layers that carry a state from token to token: ranks cannot share a row"):
+        DdpTrainEngine.on_meta(config, Rank(0, 2, 0))
