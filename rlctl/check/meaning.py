@@ -68,6 +68,7 @@ def _role(spec: Spec, plan: Plan, name: RoleName, spec_dir: Path, elsewhere: boo
         "model": str(resolve_model(spec.model_path(name), spec_dir)),
         "engine": engine.kind if engine else None,
         "dtype": spec.dtype(name) if engine else None,
+        "dtype_asked": getattr(section, "dtype", None) if engine else None,
         # What will be in effect, null where only the engine knows or there is none, and what will be called then.
         "attn_implementation": (attention.implementation or None) if attention else None,
         "attn_asked": attention.asked if attention else None,

@@ -94,7 +94,8 @@ def _roles_table(spec: Spec, roles: dict[RoleName, dict[str, Any]]) -> Table:
         nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
         places = (f"{role['processes']} × {role['launcher']}{nodes}", _devices(role["devices"], ""), role["threads"])
         path = spec.model_path(name) if role["engine"] else None
-        table.add_row(name, *(str(cell or "–") for cell in (role["engine"], path, role["dtype"])), *map(str, places))
+        dtype = f"{role['dtype']} (auto)" if role["dtype_asked"] == "auto" else role["dtype"]
+        table.add_row(name, *(str(cell or "–") for cell in (role["engine"], path, dtype)), *map(str, places))
     return table
 
 

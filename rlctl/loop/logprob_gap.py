@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from specs.errors import LogprobGapError
 from specs.schema.metric import Metric
+from specs.schema.roles import ACTOR, ROLLOUT
 from specs.schema.spec import Spec
 from specs.wire.batch import Batch
 
@@ -48,7 +49,7 @@ def gap_limits(spec: Spec) -> tuple[float | None, float | None]:
     warn_at, limit = rollout.warn_logprob_gap, rollout.max_logprob_gap
     if rollout.top_k == 0:
         cut = -math.log(rollout.top_p)
-        exact = spec.rollout_dtype == spec.actor.dtype == "fp32"
+        exact = spec.dtype(ROLLOUT) == spec.dtype(ACTOR) == "fp32"
         warn_at = warn_at or cut + (1e-4 if exact else 0.03) + _LEARNED_A_STEP_WARN * rollout.max_staleness
         limit = limit or cut + (1e-2 if exact else 0.3) + _LEARNED_A_STEP_STOP * rollout.max_staleness
     return warn_at, limit

@@ -20,6 +20,7 @@ from specs.errors import SyncError
 from specs.rounding import Tolerance
 from specs.schema.metric import Metric, metrics
 from specs.schema.role_section import DType
+from specs.schema.roles import ACTOR, ROLLOUT
 from specs.schema.spec import Spec, WeightForm
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -60,7 +61,7 @@ def probe_tolerance(spec: Spec) -> Tolerance:
     """Return what the behaviour probe allows."""
     if spec.rollout.max_probe_gap is not None:
         return Tolerance(spec.rollout.max_probe_gap)
-    return PROBE_TOLERANCE["fp32" if spec.rollout_dtype == spec.actor.dtype == "fp32" else "bf16"]
+    return PROBE_TOLERANCE["fp32" if spec.dtype(ROLLOUT) == spec.dtype(ACTOR) == "fp32" else "bf16"]
 
 
 @dataclass(frozen=True)

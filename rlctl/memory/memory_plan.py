@@ -17,7 +17,7 @@ from specs.schema.engines.engine_table import answered
 from specs.schema.engines.transformers_tables import KEPT_OF_MLP, TrainedHere
 from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR
 from specs.schema.rank_groups import axis_of, devices_of_a_process, sequence_parallel_of
-from specs.schema.roles import ACTOR, ROLES, RoleName
+from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 
 CONTEXT_GIB = 0.7  # of a process on a GPU: CUDA context and kernels
@@ -117,7 +117,7 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
     return Pass(
         facts=model.facts,
         config=model.config,
-        dtype=section.dtype,
+        dtype=spec.dtype(role),
         device=device,
         tokens=-(-tokens // context),
         logits_chunk=chunk,
@@ -134,14 +134,14 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         offloaded=getattr(section, "activation_offload", False) and device != "cpu",
         head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,
-        adds_head_gradient=here is not None and here.adds_gradients_in_place(section.dtype),
+        adds_head_gradient=here is not None and here.adds_gradients_in_place(spec.dtype(role)),
         entropy=spec.loss.entropy_coef != 0 or (here is not None and here.always_entropy),
     )
 
 
 def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
     """Count a weight that is whole for a moment, in fp32 and as it travels, and the transport's ring or two buckets."""
-    size = DTYPE_BYTES[spec.rollout_dtype]
+    size = DTYPE_BYTES[spec.dtype(ROLLOUT)]
     phases: frozenset[Moment] = frozenset({"sync"})
     yield Part("largest weight, whole", model.tensors.largest * (4 + size), phases)
     transport = choose_transport(spec)[0]
@@ -158,7 +158,7 @@ def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
 
 def _last_weights(spec: Spec, model: Model, device: str) -> Part:
     """Count the weights that changes are counted from, at either end."""
-    nbytes = model.tensors.elements * DTYPE_BYTES[spec.rollout_dtype]
+    nbytes = model.tensors.elements * DTYPE_BYTES[spec.dtype(ROLLOUT)]
     return Part("weights sent last", nbytes, exact=True, host=device != "cpu")
 
 

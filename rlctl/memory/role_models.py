@@ -17,7 +17,7 @@ from specs.model_facts import ModelFacts, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.held_model import HeldTrainer, Replica
 from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.roles import ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -85,7 +85,7 @@ def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrain
     section: Any = spec.role(role)
     return HeldTrainer(
         tensors=tensors,
-        dtype=section.dtype,
+        dtype=spec.dtype(role),
         ranks=section.processes,
         device="cuda" if section.devices else "cpu",
         optimizer=section.optimizer if ROLES[role].learns else None,
@@ -113,7 +113,7 @@ def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, gpu_GiB:
         parallel=rollout.engine.devices_per_process(),
         tensors=tensors,
         facts=facts,
-        dtype=spec.rollout_dtype,
+        dtype=spec.dtype(ROLLOUT),
         sequences=max([-(-spec.samples_per_step // rollout.processes), *(each.samples for each in spec.evaluations)]),
         max_sequence_tokens=spec.max_sequence_tokens,
         max_prompt_tokens=spec.data.max_prompt_tokens,

@@ -44,7 +44,12 @@ def choice_problems(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> I
         if found is not None and found.problem and key not in named:
             named.add(key)
             yield Problem(key, found.problem, found.hint)
-    for role, _ in spec.sections():
+    for role, section in spec.sections():
+        is_auto = bool(section.devices) and getattr(section, "dtype", None) == "auto" and not elsewhere
+        capability = gpu_capability() if is_auto and section.nodes == 1 else None
+        if capability is not None and capability < (8, 0):
+            message = "auto is bf16 on GPUs, and those of this machine do not compute in it"
+            yield Problem(f"{role}.dtype", message, f'set {role}.dtype = "fp32"', '"auto"')
         kernels = role_kernels(spec, role, spec_dir, elsewhere=elsewhere) if role in spec.roles else None
         if kernels is not None and kernels.problem:
             yield Problem(f"{role}.engine.kernels", kernels.problem, kernels.hint)

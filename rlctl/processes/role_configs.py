@@ -71,7 +71,7 @@ def _reward(spec: Spec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: 
 
 def _rollout(spec: Spec, path: str) -> RolloutConfig:
     return RolloutConfig(
-        model=_model(spec, ROLLOUT, path, spec.rollout_dtype),
+        model=_model(spec, ROLLOUT, path),
         engine=spec.rollout.engine,
         lora=spec.actor.lora if spec.rollout_applies_adapters else None,
         max_prompt_tokens=spec.data.max_prompt_tokens,
@@ -84,7 +84,7 @@ def _trainer(spec: Spec, role: RoleName, path: str) -> TrainConfig:
     section: Any = spec.role(role)
     return TrainConfig(
         role=role,
-        model=_model(spec, role, path, section.dtype),
+        model=_model(spec, role, path),
         engine=section.engine,
         optimizer=section.optimizer if ROLES[role].learns else None,
         lora=getattr(section, "lora", None),
@@ -97,13 +97,13 @@ def _trainer(spec: Spec, role: RoleName, path: str) -> TrainConfig:
     )
 
 
-def _model(spec: Spec, role: RoleName, path: str, dtype: str) -> ModelConfig:
+def _model(spec: Spec, role: RoleName, path: str) -> ModelConfig:
     own_path = spec.model_path(role) != spec.model.path
     return ModelConfig(
         path=path,
         from_scratch=spec.model.from_scratch and not own_path and ROLES[role].head not in HEADS_OF_FILES,
         seed=spec.run.seed,
-        dtype=dtype,
+        dtype=spec.dtype(role),
         attn_implementation=spec.attention(role),
         trust_remote_code=spec.model.trust_remote_code,
         device="cuda" if spec.role(role).devices else "cpu",

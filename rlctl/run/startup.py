@@ -124,7 +124,7 @@ def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transp
         groups[ROLLOUT],
         residency,
         transport=transport,
-        dtype=spec.rollout_dtype,
+        dtype=spec.dtype(ROLLOUT),
         bucket_bytes=int(spec.sync.bucket_MiB * 2**20),
         temperature=spec.rollout.temperature,
         tolerance=probe_tolerance(spec),
@@ -135,7 +135,7 @@ def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transp
 
 def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> GapLimits:
     sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
-    about = {**sampling, "rollout_dtype": spec.rollout_dtype, ACTOR: bodies[ACTOR]}
+    about = {**sampling, "rollout_dtype": spec.dtype(ROLLOUT), ACTOR: bodies[ACTOR]}
     return GapLimits(*gap_limits(spec), run.path, about, progress.warning)
 
 

@@ -93,7 +93,7 @@ def engine_context(spec: Spec, role: RoleName, section: RoleSection) -> EngineCo
     return EngineContext(
         role=role,
         section=section,
-        dtype=getattr(section, "dtype", None) or spec.actor.dtype,
+        dtype=spec.dtype_of(section),
         model=spec.model,
         engines={name: engine for name, engine in engines.items() if engine is not None},
         max_prompt_tokens=spec.data.max_prompt_tokens,

@@ -45,8 +45,9 @@ class RoleSection(Table):
 class ModelRole(RoleSection):
     """A role that holds a language model."""
 
-    dtype: DType = "fp32"
-    """Precision of the forward pass. bf16 trains with fp32 master weights."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the forward pass: bf16, which trains with fp32 master weights, or fp32. `auto`: bf16 on GPUs, fp32
+    on the CPU."""
     attn_implementation: Attention | None = None
     """This role's attention; unset: `model.attn_implementation`."""
     micro_batch_tokens: int = Field(8192, gt=0)

@@ -253,10 +253,6 @@ class Spec(Table):
         """Whether the reference is a model of its own."""
         return self.needs_ref and not self.ref_is_actor
 
-    @property
-    def rollout_dtype(self) -> DType:
-        return self.rollout.dtype or self.actor.dtype
-
     def gpus(self, role: RoleName) -> frozenset[tuple[int, int]]:
         """(number of the host, number of the GPU there) of each that a role names."""
         section = self.role(role)
@@ -270,9 +266,16 @@ class Spec(Table):
         return self.run.colocate == "always"
 
     def dtype(self, role: RoleName) -> DType:
-        """Precision of a role's model: a sampler without one of its own has the actor's."""
-        section = self.role(role)
-        return getattr(section, "dtype", None) or self.actor.dtype
+        """Precision of a role's model."""
+        return self.dtype_of(self.role(role))
+
+    def dtype_of(self, section: RoleSection) -> DType:
+        """Precision that a section means: without one of its own the actor's; `auto` is bf16 on GPUs, fp32 on the
+        CPU."""
+        dtype: DType | Literal["auto"] | None = getattr(section, "dtype", None)
+        if dtype is None:
+            return self.dtype_of(self.actor)
+        return dtype if dtype != "auto" else "bf16" if section.devices else "fp32"
 
     def attention(self, role: RoleName) -> Attention:
         """Attention asked for a role: its own key, else the model's; none where the engine chooses it."""

@@ -87,6 +87,6 @@ def _without_effect(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         "lora": None,
     }
     for key, value in unused.items():
-        if getattr(section, key, None) not in (value, None):
+        if getattr(section, key, None) not in (value, None, "auto"):
             why = "the fake engine is a numpy model in fp32 on the CPU"
             yield no_effect(f"{role}.{key}", why)

@@ -60,5 +60,12 @@ def test_a_role_without_a_section_is_shaped_like_the_one_it_inherits_from() -> N
     assert (spec.role("data").env, spec.role("data").threads) == ({"HF_HOME": "/cache"}, 3), "it runs as reward does"
 
 
+def test_auto_is_bf16_on_gpus_and_fp32_on_the_cpu() -> None:
+    spec = small(actor={"devices": [0]}, ref={}, rollout={"devices": [1]})
+    assert [spec.dtype(role) for role in ("actor", "ref", "rollout")] == ["bf16", "fp32", "bf16"]
+    spec = small(actor={"devices": [0], "dtype": "fp32"}, rollout={"devices": [1], "dtype": "bf16"})
+    assert [spec.dtype(role) for role in ("actor", "ref", "rollout")] == ["fp32", "fp32", "bf16"]
+
+
 def test_what_holds_no_device_is_built_with_the_first_wave() -> None:
     assert build_waves(small().roles) == [["data", "reward", "rollout"], ["actor", "ref"]]

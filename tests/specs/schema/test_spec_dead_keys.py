@@ -67,7 +67,7 @@ OTHER: dict[str, Any] = {
     "algorithm.anchor": "sampler",
     "algorithm.kl_estimator": "k2",
     **dict.fromkeys(("model.attn_implementation", "actor.attn_implementation"), "eager"),
-    "rollout.dtype": "bf16",
+    **dict.fromkeys(("actor.dtype", "rollout.dtype"), "bf16"),
     "actor.lora.targets": ["q_proj"],
     "actor.env": {"A": "b"},
     "actor.engine.megatron": {"batch_p2p_sync": False},
