@@ -32,7 +32,7 @@ def test_a_package_that_the_interpreter_lacks(tmp_path: Path, monkeypatch: pytes
     assert [*choice_problems(asking("auto"), tmp_path)] == []
     found = role_kernels(asking("auto"), ACTOR, tmp_path)
     assert found is not None
-    assert (found.kernels, found.why) == ("torch", f"liger {problem.message}")
+    assert (found.implementation, found.why) == ("torch", f"liger {problem.message}")
 
 
 def test_only_engines_that_run_the_models_own_modules_are_asked(all_packages: None, tmp_path: Path) -> None:
@@ -40,4 +40,10 @@ def test_only_engines_that_run_the_models_own_modules_are_asked(all_packages: No
     assert role_kernels(spec, ROLLOUT, tmp_path) is None
     found = role_kernels(spec, ACTOR, tmp_path)
     assert found is not None
-    assert (found.kernels, found.why) == ("liger", "as asked")
+    assert (found.implementation, found.why) == ("liger", "as asked")
+
+
+def test_auto_dtype_on_gpus_without_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, keys in (((7, 0), ["actor.dtype"]), ((8, 0), []), (None, [])):
+        monkeypatch.setattr(looked_at, "gpu_capability", lambda capability=capability: capability)
+        assert [problem.key for problem in choice_problems(asking("torch"), tmp_path)] == keys
