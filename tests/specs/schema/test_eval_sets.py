@@ -13,17 +13,13 @@ MATCH, OWN = ExactMatch(kind="exact_match", partial=True), Function(kind="functi
 LONG, MATH = Overlong(kind="overlong", buffer_tokens=4), MathVerify(kind="math_verify", weight=0.5)
 
 
-def test_a_section_without_sets_is_one_set() -> None:
+def test_what_a_set_leaves_out_the_section_has() -> None:
     (one,) = EvalSection(every=5, data="a.jsonl", prompts=7).evaluations
     assert (one.key, one.name, one.data, one.prompts, one.samples) == ("eval", "heldout", "a.jsonl", 7, 7)
-
-
-def test_what_a_set_leaves_out_the_section_says() -> None:
     sets = [{"name": "a"}, {"name": "b", "data": "b.jsonl", "temperature": 0.0, "samples_per_prompt": 1}]
     section = EvalSection.model_validate({"every": 5, "temperature": 0.6, "samples_per_prompt": 8, "sets": sets})
-    first, second = section.evaluations
-    assert (first.key, first.temperature, first.samples) == ("eval.sets.0", 0.6, 512)
-    assert (second.key, second.temperature, second.samples) == ("eval.sets.1", 0.0, 64)
+    found = [(each.key, each.temperature, each.samples) for each in section.evaluations]
+    assert found == [("eval.sets.0", 0.6, 512), ("eval.sets.1", 0.0, 64)]
 
 
 @pytest.mark.parametrize(
