@@ -16,7 +16,7 @@ import numpy as np
 from rlctl.loop.rollouts import GradedGroups, Rollouts
 from specs.schema.algorithms.algorithm import AnyLoss, Loss, LossMetric
 from specs.schema.metric import Metric, metrics
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.roles import RoleName
 from specs.wire.bodies import Stepped
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 def update_metrics(role: RoleName, loss: AnyLoss, updates: RankReports) -> dict[str, Any]:
     """Return what the loss declares, and how the updates went. Gradient norms are a mean over optimizer steps."""
-    prefix = ROLES[role].metrics
+    prefix = f"{role}/"
     # Against the sampler the gap of later updates also holds what this step has learned.
     gaps = updates[:1] if isinstance(loss, Loss) and loss.anchor == "sampler" else updates
     first = [ranks[0] for ranks in updates]

@@ -88,7 +88,7 @@ def _trainer(spec: Spec, role: RoleName, path: str) -> TrainConfig:
         engine=section.engine,
         optimizer=section.optimizer if ROLES[role].learns else None,
         lora=getattr(section, "lora", None),
-        total_optimizer_steps=spec.optimizer_steps_of(role),
+        total_optimizer_steps=spec.optimizer_steps(role),
         micro_batch_tokens=section.micro_batch_tokens,
         sequence_parallel=section.sequence_parallel,
         gradient_checkpointing=getattr(section, "gradient_checkpointing", False),

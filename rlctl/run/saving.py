@@ -141,7 +141,7 @@ class Saver:
 
     def _load(self, checkpoint: checkpoints.Checkpoint, forked_at: int | None = None) -> None:
         for role, name in saved_roles(self.spec):
-            steps = None if forked_at is None else self.spec.optimizer_steps_of(role, forked_at)
+            steps = None if forked_at is None else self.spec.optimizer_steps(role, forked_at)
             self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / name), schedule_steps=steps))
         self.saved = checkpoint.step
         self.progress.start_at(checkpoint.step)

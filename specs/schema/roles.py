@@ -90,11 +90,6 @@ class Role:
         """The word for its ranks in messages."""
         return "replicas" if self.samples else "processes"
 
-    @property
-    def metrics(self) -> str:
-        """Prefix of its metrics."""
-        return f"{self.name}/"
-
 
 ACTOR, REF, CRITIC, ROLLOUT, DATA, REWARD = "actor", "ref", "critic", "rollout", "data", "reward"
 REWARD_MODEL = "reward_model"

@@ -102,16 +102,13 @@ class DataSection(Table):
 
 def is_hub_data(source: str) -> bool:
     """Whether a data source is a hub id rather than a file or a built-in task."""
-    return bool(source) and not source.startswith("builtin:") and not _is_data_path(source)
+    is_file = PurePath(source).suffix in (*DATA_SUFFIXES, ".json", ".csv", ".txt")
+    return bool(source) and not is_file and not source.startswith(("builtin:", ".", "/", "~"))
 
 
 def same_source(one: str, other: str) -> bool:
     """Whether two keys name the same file, folder or hub id, as far as their text tells."""
     return bool(one) and os.path.normpath(one) == os.path.normpath(other)
-
-
-def _is_data_path(source: str) -> bool:
-    return PurePath(source).suffix in (*DATA_SUFFIXES, ".json", ".csv", ".txt") or source.startswith((".", "/", "~"))
 
 
 # ── around the run ────────────────────────────────────────────────────────────────────────────────

@@ -177,12 +177,7 @@ class Spec(Table):
         """The sets of prompts that the run is evaluated on."""
         return self.eval.evaluations if self.eval is not None else ()
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the actor."""
-        return self.optimizer_steps_of(ACTOR)
-
-    def optimizer_steps_of(self, role: RoleName, steps: int | None = None) -> int:
+    def optimizer_steps(self, role: RoleName, steps: int | None = None) -> int:
         """Return the optimizer steps of a role that learns, in the whole run or in its first `steps`."""
         steps = max(0, (self.run.steps if steps is None else steps) - self.learns_after(role))
         return steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlctl.show.text_format import FEW_FINISH, number, share
-from specs.schema.roles import ROLES
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Scored
@@ -59,7 +58,7 @@ class SignalWatch:
     def _later(self, metrics: Mapping[str, Any], scored: Scored) -> Iterator[tuple[str, str]]:
         """Return what may come at any step: the metric that tells of it, and words."""
         for role in self._spec.losses:
-            if skipped := metrics.get(name := f"{ROLES[role].metrics}skipped_updates", 0):
+            if skipped := metrics.get(name := f"{role}/skipped_updates", 0):
                 yield name, f"{skipped} optimizer steps of the {role} left out: the gradient was not finite."
         if excluded := metrics.get("correction/not_finite", 0):
             yield "correction/not_finite", f"{excluded} tokens left out: the actor's log-prob is not finite."

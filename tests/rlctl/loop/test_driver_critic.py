@@ -119,4 +119,4 @@ def test_in_the_first_steps_the_critic_learns_alone(tmp_path: Path) -> None:
     batch = driver.add_advantages(batch.with_columns(value_T=np.zeros(batch.num_tokens, np.float32)), scored)
     assert [[*driver.update(batch, step)] for step in (1, 2, 3)] == [["critic"], ["critic"], ["critic", "actor"]]
     assert [driver.spec.weights_version(done) for done in range(5)] == [2, 2, 2, 3, 4]
-    assert [driver.spec.optimizer_steps_of(role) for role in ("actor", "critic")] == [4, 6]
+    assert [driver.spec.optimizer_steps(role) for role in ("actor", "critic")] == [4, 6]

@@ -29,7 +29,7 @@ from specs.schema.rank_groups import shard_groups
 from specs.schema.spec import Spec
 from specs.schema.table import Table, meaning_of
 
-DERIVED = ("roles", "evaluations", "samples_per_step", "optimizer_steps", "max_sequence_tokens")
+DERIVED = ("roles", "evaluations", "samples_per_step", "max_sequence_tokens")
 
 # Keys that act only while a run goes on. Each has its test where it acts.
 AT_RUN_TIME = {
