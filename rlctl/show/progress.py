@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from rich.console import Group, RenderableType
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from rlctl.show import eval_keys, notebook
 from rlctl.show.notebook import NotebookPanel
-from rlctl.show.screen import Screen, redraws
+from rlctl.show.screen import Screen, control_keys_unseen, redraws
 from rlctl.show.text_format import FEW_FINISH, count, duration, number, replicas, share, sparkline, time_shares
 from specs.phases import Phase
 from specs.wire.heartbeat import Moving, amount
@@ -29,6 +30,7 @@ PLAIN_LINE_S = 1.0  # at most one plain line per second
 PLAIN_QUIET_S = 30.0  # a plain line while nothing else happens
 STILL_S = 10.0  # from when on a person is told how long nothing has moved
 NARROW = 60  # columns below which the panel has no progress bar
+MANY_SILENT = 0.5  # share of groups from which on the panel says that they teach nothing
 WINDOW = 20  # steps that rates and shares are taken over
 COLORS = ("cyan", "magenta", "blue", "green", "yellow", "red", "white")
 
@@ -62,6 +64,7 @@ class Progress:
         self._last_line = 0.0
         self._drawn = 0.0
         self._display: Live | NotebookPanel | None = None
+        self._until_exit = ExitStack()
         self._redraw_s = notebook.REDRAW_S if self.console.is_jupyter else REDRAW_S
         self._moving: Callable[[], Moving] = Moving
         self._done_before: Mapping[str, int] = {}
@@ -74,6 +77,7 @@ class Progress:
             if self.console.is_jupyter:
                 self._display = NotebookPanel(self.console)
             else:
+                self._until_exit.enter_context(control_keys_unseen())
                 self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
             self._display.start()
         return self
@@ -85,6 +89,7 @@ class Progress:
             if isinstance(self._display, Live):
                 self._display.stop()
             self._display = None
+        self._until_exit.close()
 
     def phase(self, phase: Phase, doing: str = "") -> None:
         """Set the current phase. `doing` describes it where the phase's name is not enough."""
@@ -190,8 +195,7 @@ class Progress:
                 parts.append(f"{label} {number(latest[key])}")
         if (finished := latest.get("rollout/finished")) is not None:
             parts.append(f"finished {share(finished)}")
-        if fewer := replicas(latest):
-            parts.append(fewer)
+        parts += filter(None, (_silent(latest), replicas(latest)))
         for name, history in self._evals.items():
             if history[-1][0] == self._step:
                 parts.append(f"eval {name} {eval_keys.words(history[-1][1])}")
@@ -250,6 +254,8 @@ class Progress:
     def _reward_row(self, width: int) -> Text:
         latest = self._rewards[-1] if self._rewards else None
         parts = [Text(number(latest), style="bold green")]
+        if self._recent and (silent := _silent(self._recent[-1])):
+            parts.append(Text(silent, style="yellow"))
         known = [value for value in self._rewards if value is not None]
         if known:
             parts.append(Text(sparkline(known, max(8, min(48, width - 33))), style="green"))
@@ -287,6 +293,12 @@ class Progress:
         if self._checkpoint is not None:
             parts.append(Text(f"checkpoint at step {self._checkpoint}", style="dim"))
         return _fitting(parts, width) if parts else Text("done" if self._step >= self._total else "ended")
+
+
+def _silent(metrics: Mapping[str, Any]) -> str:
+    """Say how many groups taught nothing in a step, where it is half of them or more."""
+    silent = metrics.get("reward/silent_groups")
+    return "" if silent is None or silent < MANY_SILENT else f"{share(silent)} of groups without signal"
 
 
 def _fitting(parts: Sequence[Text], width: int) -> Text:

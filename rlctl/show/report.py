@@ -192,8 +192,9 @@ def _charts(records: Records, terms: dict[str, str]) -> str:
         solved = {metric: series[metric] for metric in eval_keys.solved(series)}
         figures.append(chart(f"Solved, eval {name}", solved, unit="share of prompts"))
         figures.append(_terms_chart(f"Terms, eval {name}", series, terms))
-    silent = _nonzero({"groups": points(records, "reward/silent_groups")})
-    figures.append(chart("Groups without signal", silent, unit="share whose scores are all equal"))
+    wasted = {"groups": "reward/silent_groups", "completions that repeat another": "rollout/repeated"}
+    silent = _nonzero({label: points(records, key) for label, key in wasted.items()})
+    figures.append(chart("Without signal", silent, unit="share: groups of one score, equal completions"))
     failed = {"completions": [(record["step"], _failures(record)) for record in records if record["step"] > 0]}
     figures.append(chart("Failed grades", _nonzero(failed), unit="completions"))
     figures.append(_time_chart(records))

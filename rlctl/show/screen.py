@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable
+import termios
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -30,6 +32,29 @@ def redraws(console: Console) -> bool:
         return False
     forced = os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE")
     return not forced or bool(getattr(console.file, "isatty", lambda: False)())
+
+
+@contextmanager
+def control_keys_unseen() -> Iterator[None]:
+    """Keep the terminal from writing ^C into a panel, which would be drawn a line too low from then on."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (OSError, ValueError, AttributeError, termios.error):  # no terminal, or none that says how it is set
+        yield
+        return
+    _set_if_ours(terminal, [*before[:3], before[3] & ~termios.ECHOCTL, *before[4:]])
+    try:
+        yield
+    finally:
+        _set_if_ours(terminal, before)
+
+
+def _set_if_ours(terminal: int, settings: list[Any]) -> None:
+    """Change the terminal's settings, but not from the background: that would stop the process."""
+    with suppress(OSError, termios.error):
+        if os.tcgetpgrp(terminal) == os.getpgrp():
+            termios.tcsetattr(terminal, termios.TCSANOW, settings)
 
 
 class Screen(Console):

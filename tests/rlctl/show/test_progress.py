@@ -144,3 +144,14 @@ def test_a_console_without_unicode_does_not_end_the_run() -> None:
         for step in range(1, 5):
             bar.step(metrics(step))
     assert b"step 4/10" in raw.getvalue()
+
+
+@pytest.mark.parametrize(("silent", "words"), [(0.4, ""), (0.93, "93.0% of groups without signal")])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_groups_that_teach_nothing_are_seen(clock: HandClock, terminal: bool, silent: float, words: str) -> None:
+    target = console(120, terminal=terminal)
+    with Progress(9, 0, "quickstart", target) as bar:
+        clock.now += 2
+        bar.step(metrics(1, **{"reward/silent_groups": silent}))
+    assert ("without signal" in text_of(target)) is bool(words)
+    assert words in text_of(target)
