@@ -94,7 +94,7 @@ def _by_autograd(logprob_N: Column, entropy_N: Column, columns: FakeColumns, los
     total, sums, maxima = policy_loss(lp_N, torch.from_numpy(entropy_N), read, loss)
     (by_logprob_N,) = torch.autograd.grad(total, lp_N)
     return FakeTerms(
-        float(total),
+        total.item(),
         by_logprob_N.numpy(),
         -loss.entropy_coef * columns.weight_N,
         dict(zip(loss.summed(), sums.tolist(), strict=True)),
