@@ -65,7 +65,11 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes, elsewhere=elsewhere)
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
-    warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tight, *_run_dir(spec)]
+    warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tight]
+    if spec.run.place.exists():
+        from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
+
+        warnings += run_dir_warnings(spec)
     plan = None
     try:
         plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
@@ -80,11 +84,3 @@ def notes_of(problems: Iterable[Problem], notes: list[str]) -> tuple[list[Proble
     found = list(problems)
     lacking = [f"not on this machine: {replace(one, hint='')}" for one in found if isinstance(one, NotHere)]
     return [one for one in found if not isinstance(one, NotHere)], [*notes, *lacking]
-
-
-def _run_dir(spec: Spec) -> list[Problem]:
-    if not spec.run.place.exists():
-        return []
-    from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
-
-    return run_dir_warnings(spec)

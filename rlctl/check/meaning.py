@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.models.paths import resolve_model
 from rlctl.models.tokenizer_files import reference_of
-from rlctl.preflight.interpreters import SHOWN, look_at
+from rlctl.preflight.interpreters import SHOWN, Interpreter, look_at
 from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
 from specs.rules.transport_rules import choose_transport
@@ -64,6 +64,8 @@ def _role(spec: Spec, plan: Plan, name: RoleName, spec_dir: Path, elsewhere: boo
     engine = engine_of(section) if ROLES[name].holds_model else None
     attention = role_attention(spec, name, spec_dir, elsewhere=elsewhere)
     kernels = role_kernels(spec, name, spec_dir, elsewhere=elsewhere)
+    own = look_at(placed.python) if section.python else Interpreter()
+    installed = {name: own.versions[name] for name in SHOWN if name in own.versions}
     return {
         "model": str(resolve_model(spec.model_path(name), spec_dir)),
         "engine": engine.kind if engine else None,
@@ -84,16 +86,9 @@ def _role(spec: Spec, plan: Plan, name: RoleName, spec_dir: Path, elsewhere: boo
         "devices": list(placed.devices),
         "threads": placed.threads,
         "python": placed.python,
-        "versions": _versions(placed.python) if section.python else {},
+        "versions": {"python": own.python, **installed} if own.python else {},  # of an interpreter of its own
         "not_known": [] if engine is None else not_known(engine),  # what its table leaves open, in words
     }
-
-
-def _versions(python: str) -> dict[str, str]:
-    """Return what an interpreter has installed, Python first; empty where it did not answer."""
-    if (found := look_at(python)).failure:
-        return {}
-    return {"python": found.python, **{name: found.versions[name] for name in SHOWN if name in found.versions}}
 
 
 def _reference(spec: Spec) -> dict[str, Any]:

@@ -94,7 +94,9 @@ def _differences(shapes: Mapping[str, Shape], config: Mapping[str, Any], head: H
     # Experts are stored one by one and built as two tensors; a head that is not logits is made anew.
     wanted = {one.name: one.shape for one in known.parameters if ".experts." not in one.name}
     wanted = {name: shape for name, shape in wanted.items() if head == "lm" or name not in LM_HEADS}
-    stored = {_full_name(name, wanted): shape for name, shape in shapes.items()}
+    # A model that was saved without its head lacks the first part of its names.
+    full = {name.partition(".")[2]: name for name in wanted if name.startswith(("model.", "transformer."))}
+    stored = {full.get(name, name): shape for name, shape in shapes.items()}
     wrong = [name for name, shape in wanted.items() if stored.get(name, shape) != shape]
     missing = [name for name in wanted if name not in stored]
     extra = [] if len(wanted) < len(known.parameters) - 1 else [name for name in stored if name not in wanted]
@@ -107,8 +109,3 @@ def _differences(shapes: Mapping[str, Shape], config: Mapping[str, Any], head: H
         yield f"lacks {len(missing)} of the model's {len(wanted)} weights, first {missing[0]}", hint
     elif extra:
         yield f"the model of config.json has no place for {len(extra)} of the weights, first {extra[0]}", _OTHER_CONFIG
-
-
-def _full_name(name: str, wanted: Mapping[str, Shape]) -> str:
-    """Return a weight's name with the first part that a model lacks which was saved without its head."""
-    return next((full for first in ("model", "transformer") if (full := f"{first}.{name}") in wanted), name)

@@ -148,24 +148,14 @@ def _shapes(role: RoleName, section: RoleSection, config: Mapping[str, Any]) -> 
 
 
 def _devices(spec: Spec) -> list[Problem]:
-    """Return roles that ask for GPUs on a machine without an NVIDIA driver, or for more than it has."""
+    """Return roles that ask for GPUs on a machine without an NVIDIA driver, or for numbers beyond those that it has.
+    Where a scheduler has handed GPUs out, placement knows how many."""
     asked = [(role, section) for role, section in spec.sections() if ROLES[role].holds_model and section.devices]
-    if not asked:
-        return []
-    if has_nvidia_driver():
-        return _too_few_gpus([(role, section) for role, section in asked if 0 in section.hosts])
-    message = "this machine has no NVIDIA driver"
-    return [Problem(f"{role}.devices", message, _NO_GPU) for role, _ in asked]
-
-
-def _too_few_gpus(asked: Sequence[tuple[RoleName, RoleSection]]) -> list[Problem]:
-    """Return numbers beyond those of this machine. Where a scheduler has handed GPUs out, placement knows how many."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") or not asked or (count := gpu_count()) is None:
+    if asked and not has_nvidia_driver():
+        return [Problem(f"{role}.devices", "this machine has no NVIDIA driver", _NO_GPU) for role, _ in asked]
+    here = [(f"{role}.devices", max(section.devices)) for role, section in asked if 0 in section.hosts]
+    if os.environ.get("CUDA_VISIBLE_DEVICES") or not here or (count := gpu_count()) is None:
         return []
     has = f"this host, {socket.gethostname()}, has {count} GPU{'' if count == 1 else 's'}, and number"
     hint = f"use numbers below {count}" if count else _NO_GPU
-    return [
-        Problem(f"{role}.devices", f"{has} {max(section.devices)} is asked for", hint)
-        for role, section in asked
-        if max(section.devices) >= count
-    ]
+    return [Problem(key, f"{has} {highest} is asked for", hint) for key, highest in here if highest >= count]

@@ -27,24 +27,16 @@ def machine_problems(
 ) -> tuple[list[Problem], list[Problem]]:
     """Return errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `run_dir`:
     where the run writes. `starting`: the run begins now; `here`: nothing in the spec asks for another machine."""
-    errors: list[Problem] = [*_tracking(spec), *_folders(spec, spec_dir, run_dir)]
-    warnings: list[Problem] = [] if starting else _commands(spec)  # the launcher knows better what it lacks
+    trackers = [(number, table) for number, table in enumerate(spec.tracking) if find_spec(table.package) is None]
+    errors = [*(missing_package(*tracker) for tracker in trackers), *_folders(spec, spec_dir, run_dir)]
+    by_srun = [role for role, section in spec.sections() if ROLES[role].together and section.launcher == "srun"]
+    warnings: list[Problem] = []
+    if not (starting or shutil.which("srun")):  # at a start the launcher says it
+        hint = 'start it inside a SLURM job, or write "torchrun"'
+        warnings += [NotHere(f"{role}.launcher", "this machine has no srun", hint) for role in by_srun]
     (errors if starting else warnings).extend(_ports(spec))
     (errors if here else warnings).extend([] if errors else _disk(spec, config, run_dir))
     return errors, warnings
-
-
-def _commands(spec: Spec) -> list[Problem]:
-    wanting = [role for role, section in spec.sections() if ROLES[role].together and section.launcher == "srun"]
-    if not wanting or shutil.which("srun"):
-        return []
-    hint = 'start it inside a SLURM job, or write "torchrun"'
-    return [NotHere(f"{role}.launcher", "this machine has no srun", hint) for role in wanting]
-
-
-def _tracking(spec: Spec) -> list[Problem]:
-    found = enumerate(spec.tracking)
-    return [missing_package(number, table) for number, table in found if find_spec(table.package) is None]
 
 
 def _ports(spec: Spec) -> list[Problem]:

@@ -95,14 +95,9 @@ class ForeignKey:
         """Return the next action for the key at `path`. A role that the path names has its own keys."""
         if not self.ours:
             return self.remark
-        roles = [ours for ours in (_of_role(role, self.ours) for role in path) if ours]
-        return f"here it is `{(roles or [self.ours])[-1]}`" + (f": {self.remark}" if self.remark else "")
-
-
-def _of_role(role: str | int, ours: str) -> str:
-    """Return the role's key that is called like the actor's; "" where it has none."""
-    key = f"{role}{ours.removeprefix(ACTOR)}"
-    return key if role in ROLES and ours.startswith(f"{ACTOR}.") and key in all_keys() else ""
+        roles = [role for role in path if role in ROLES] if self.ours.startswith(f"{ACTOR}.") else []
+        own = [key for role in roles if (key := f"{role}{self.ours.removeprefix(ACTOR)}") in all_keys()]
+        return f"here it is `{[self.ours, *own][-1]}`" + (f": {self.remark}" if self.remark else "")
 
 
 @cache

@@ -24,7 +24,11 @@ def learning_problems(spec: Spec) -> Iterator[Problem]:
     for role, section in spec.sections():
         engine = engine_of(section)
         if isinstance(optimizer := getattr(section, "optimizer", None), Optimizer):
-            yield from _optimizer(f"{role}.optimizer", optimizer)
+            if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
+                yield no_effect(f"{role}.optimizer.min_lr_ratio", 'schedule is "constant"')
+            if not all(0 <= beta < 1 for beta in optimizer.betas):
+                hint = "leave it out for the default, [0.9, 0.999]"
+                yield Problem(f"{role}.optimizer.betas", "each must be at least 0 and below 1", hint)
         offloads = isinstance(section, LearningRole) and section.activation_offload and not section.devices
         if offloads and engine is not None and engine.model_of != "bigram":  # whose engine reports it
             yield no_effect(f"{role}.activation_offload", f"{role} runs on the CPU")
@@ -81,14 +85,6 @@ def _lora(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"{key}.targets", "all-linear already means every layer", "name it alone")
         elif len(set(lora.targets)) < len(lora.targets):
             yield Problem(f"{key}.targets", "layer listed twice", "name it once")
-
-
-def _optimizer(key: str, optimizer: Optimizer) -> Iterator[Problem]:
-    if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
-        yield no_effect(f"{key}.min_lr_ratio", 'schedule is "constant"')
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        hint = "leave it out for the default, [0.9, 0.999]"
-        yield Problem(f"{key}.betas", "each must be at least 0 and below 1", hint)
 
 
 # ── ranks that share samples; what they need of the model is in `rlctl/models/shapes_fit.py` ───────────

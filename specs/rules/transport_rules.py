@@ -18,11 +18,6 @@ def same_host(spec: Spec) -> bool:
     return not spec.rollout.leaves_host
 
 
-def same_gpu(spec: Spec) -> bool:
-    """Return whether the only replica is on the GPU of the actor's rank 0, from which all weights come."""
-    return bool(spec.actor.devices) and spec.rollout.devices == spec.actor.devices[:1] and same_host(spec)
-
-
 def choose_transport(spec: Spec) -> tuple[TransportKind, str]:
     """Return the transport of a run, and why in a few words."""
     if spec.sync.transport != "auto":
@@ -62,7 +57,7 @@ def _cuda_ipc(spec: Spec) -> Iterator[Problem]:
     if on_cpu:
         message = f"shares memory of a GPU, and the {on_cpu[0]} runs on the CPU"
         yield Problem("sync.transport", message, 'write "shm" or "auto"')
-    elif not same_gpu(spec):
+    elif spec.rollout.devices != spec.actor.devices[:1] or not same_host(spec):
         message = "joins one rollout with the actor's rank 0 on one GPU; rank 0 is on "
         message += f"{spec.actor.devices[0]}, the rollouts on {show(spec.rollout.devices)}"
         yield Problem("sync.transport", message, 'write "group" for GPUs apart, "shm" or "auto"')

@@ -13,16 +13,12 @@ from specs.errors import RlctlError
 from specs.own_function import own_advantage
 
 
-def try_advantage(path: str) -> None:
-    """Call it on groups of different scores, of equal ones, and of one rollout. Raises RlctlError."""
-    score_R, group_R = np.array([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), np.array([0, 0, 0, 1, 1, 2])
-    own_advantage(path, score_R, group_R, np.array([3, 1, 7, 2, 2, 5]))
-
-
 def main(which: str, path: str) -> dict[str, str]:
     try:
         if which == "advantage":
-            try_advantage(path)
+            # Groups of different scores, of equal ones, and of one rollout.
+            score_R, group_R = np.array([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), np.array([0, 0, 0, 1, 1, 2])
+            own_advantage(path, score_R, group_R, np.array([3, 1, 7, 2, 2, 5]))
         else:
             from backends.train.own_loss import try_loss
 
