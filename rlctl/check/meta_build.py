@@ -56,7 +56,8 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> ProbeFindings
     """Ask every role; what goes wrong with one is in its `error`. Leaves no process and no file behind."""
     requests = requests_of(spec, spec_dir, level)
     # A hub id's small files may be in a folder that is gone afterwards: it stands in for the id, and is named by it.
-    paths = {role: _model_path(asked.body) for role, asked in requests.items()}
+    bodies = {role: asked.body for role, asked in requests.items()}
+    paths = {role: body["model"]["path"] if "model" in body else body["model_path"] for role, body in bodies.items()}
     folders = {path: model_folder(path, spec_dir) for path in paths.values()}
     ids = {str(folder): path for path, folder in folders.items()}
     found = {role: _not_here(role, path) for role, path in paths.items() if folders[path] is None}
@@ -73,10 +74,6 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> ProbeFindings
                 found |= _answers(child, roles, timeout_s)
     replies = {role: _named(found[role], ids) for role in requests}
     return ProbeFindings(level, requests, replies, models_expected(spec, spec_dir, role_attention))
-
-
-def _model_path(body: Mapping[str, Any]) -> str:
-    return str(body["model"]["path"] if "model" in body else body["model_path"])
 
 
 def _placed(asked: RoleRequest, folder: Path | None) -> RoleRequest:

@@ -202,9 +202,9 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
 
 def _call_table(call: RewardCall) -> Table:
     """Show what a reward function gave the first row, or the end of its traceback."""
+    score = call.traceback.strip() if call.score is None else number(call.score)
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("reward", call.path)
-    table.add_row("called for", call.row.rpartition("/")[2])
-    table.add_row("completion", show(call.completion))
-    table.add_row("score", call.traceback.strip() if call.score is None else number(call.score))
+    cells = {"reward": call.path, "called for": call.row.rpartition("/")[2], "completion": show(call.completion)}
+    for row in (cells | {"score": score}).items():
+        table.add_row(*row)
     return table

@@ -68,9 +68,9 @@ class ModelCheck:
     def _check_folder(self, folder: Path) -> None:
         name = self.path.removeprefix("builtin:")
         if name != self.path and name not in builtin_models():
-            near = closest(name, builtin_models())
-            hint = f'did you mean "builtin:{near}"?' if near else f'write "builtin:{builtin_models()[0]}"'
-            self._wrong(f"no such built-in model; known: {', '.join(builtin_models())}", hint)
+            near = closest(name, builtin_models()) or builtin_models()[0]
+            known = ", ".join(builtin_models())
+            self._wrong(f"no such built-in model; known: {known}", f'did you mean "builtin:{near}"?')
         elif folder.is_dir():
             self._check_files(folder, frozenset(file.name for file in folder.iterdir()))
         elif folder.exists():

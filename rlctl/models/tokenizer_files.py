@@ -19,6 +19,7 @@ from workers.data.tokenizer_file import TokenizerFile
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
 NEEDS_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece", "tekken.json": "mistral-common"}
 SHOWN = 3  # differing tokens that a message shows
+load_tokenizer = cache(TokenizerFile)  # of a model folder
 
 
 def reference_of(spec: Spec) -> tuple[str, str]:
@@ -29,12 +30,6 @@ def reference_of(spec: Spec) -> tuple[str, str]:
         return "", "the actor without its adapters: no second model is loaded"
     own = spec.ref is not None and spec.ref.model
     return (own, "set by ref.model") if own else (spec.model.path, "the actor's starting weights")
-
-
-@cache
-def load_tokenizer(folder: Path) -> TokenizerFile:
-    """Return the tokenizer of a model folder. Raises ValueError where it has no `tokenizer.json` that can be read."""
-    return TokenizerFile(folder)
 
 
 def tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:

@@ -46,8 +46,11 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
 def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
     """Yield why a source cannot be opened. What is in a file, the reader of rows says."""
     file, hub = spec_dir / Path(source).expanduser(), is_hub_data(source)
-    if source.startswith(PREFIX):
-        yield from _builtin(key, source)
+    if (name := source.removeprefix(PREFIX)) != source:
+        if name not in BUILTIN_TASKS:
+            near = closest(name, list(BUILTIN_TASKS)) or next(iter(BUILTIN_TASKS))
+            message = f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}"
+            yield Problem(key, message, f'did you mean "{PREFIX}{near}"?')
     elif "://" in source:
         pattern = r"(?:https?://huggingface\.co/datasets/|hf://(?:datasets/)?)([\w.-]+/[\w.-]+).*"
         found = re.fullmatch(pattern, source)
@@ -64,20 +67,12 @@ def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
         yield not_found(key, "file", file, source, _similar_file(file))
 
 
-def _builtin(key: str, source: str) -> Iterator[Problem]:
-    if (name := source.removeprefix(PREFIX)) not in BUILTIN_TASKS:
-        near = closest(name, list(BUILTIN_TASKS))
-        hint = f'did you mean "{PREFIX}{near}"?' if near else f'write "{PREFIX}{next(iter(BUILTIN_TASKS))}"'
-        yield Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint)
-
-
 def _hub(key: str, source: str, file: Path, spec_dir: Path) -> Iterator[Problem]:
     hub_id = source.partition(":")[0]
     if not looks_like_hub_id(hub_id, spec_dir):
         yield not_found(key, "file", file, source)
     elif hub_snapshot(hub_id, "datasets") is None and offline():
-        message = "not in the Hugging Face cache while HF_HUB_OFFLINE is set"
-        yield NotHere(key, message, "check the name")
+        yield NotHere(key, "not in the Hugging Face cache while HF_HUB_OFFLINE is set", "check the name")
 
 
 def _to_download(key: str, source: str) -> Iterator[Problem]:

@@ -144,9 +144,6 @@ def _shapes(role: RoleName, section: RoleSection, config: Mapping[str, Any]) -> 
         yield from sequence_problems(f"{role}.sequence_parallel", degree, config)
 
 
-# ── devices ──────────────────────────────────────────────────────────────────────────────
-
-
 def _devices(spec: Spec) -> list[Problem]:
     """Return roles that ask for GPUs on a machine without an NVIDIA driver, or for numbers beyond those that it has.
     Where a scheduler has handed GPUs out, placement knows how many."""

@@ -50,15 +50,10 @@ PATTERNS = {
 
 def explain(errors: Sequence[ErrorDetails], raw: dict[str, Any]) -> list[Problem]:
     """Return a problem, each with a hint, for every finding, in the order of the spec's sections."""
-    return [problem for error in errors if not _is_echo(error, errors) for problem in _problems(error, raw)]
-
-
-def _is_echo(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
-    """Tell whether a list is called too short only because its entries are broken."""
-    place = error["loc"]
-    return error["type"] == "too_short" and any(
-        other["loc"][: len(place)] == place for other in errors if other is not error
-    )
+    places = {other["loc"][:depth] for other in errors for depth in range(len(other["loc"]))}
+    # A list whose entries are broken is called too short for that.
+    own = [error for error in errors if error["type"] != "too_short" or error["loc"] not in places]
+    return [problem for error in own for problem in _problems(error, raw)]
 
 
 def _problems(error: ErrorDetails, raw: dict[str, Any]) -> list[Problem]:

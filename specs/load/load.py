@@ -110,9 +110,7 @@ def _swallowed_backslashes(raw: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _other_schema(version: Any) -> Problem:
-    hint = f"write `schema = {SCHEMA_VERSION}`"
+    hint = f"write `schema = {SCHEMA_VERSION}`, and check-config names every key that has changed"
     if type(version) is int and version > SCHEMA_VERSION:
-        hint = f"the spec is for a newer rlctl; upgrade, or {hint} and see what check-config says"
-    elif type(version) is int:
-        hint = f"the spec is for an older rlctl; {hint}, and check-config names every key that has changed"
+        hint = f"the spec is for a newer rlctl; upgrade, or {hint}"
     return Problem("schema", f"this rlctl reads schema {SCHEMA_VERSION}", hint, show(version))
