@@ -107,10 +107,6 @@ class RemoteProcess:
     def start(self, command: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
         self.node.send({"start": self.key, "command": list(command), "env": dict(env), "log": str(log_path)})
 
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
     def poll(self) -> int | None:
         """Return its exit code, or that of the connection, which takes all with it. None: it runs."""
         ended = self.node.shell.poll()  # before the look: the supervisor's last message is then there to be read

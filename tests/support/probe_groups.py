@@ -56,7 +56,7 @@ def probe_groups(
             yield groups
     finally:
         assert groups.launcher.leftover() == []
-        assert all(started.process.returncode is not None for started in groups.launcher.started)
+        assert all(started.process.poll() is not None for started in groups.launcher.started)
 
 
 def judge_silence_of(groups: Groups, role: str, rank: int, after_s: float = 1.5) -> None:

@@ -40,16 +40,6 @@ def test_cores_are_shared_out_by_process_and_by_roles_that_work_at_the_same_time
     assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "4"
 
 
-def test_commands() -> None:
-    made = plan(actor={"processes": 2, "launcher": "torchrun"}, rollout={"python": "../envs/v/bin/python"})
-    assert made.role("rollout").command == ("/envs/v/bin/python", "-m", "workers.main", "--role", "rollout")
-    assert made.role("actor").python == sys.executable
-    assert made.role("actor").command == (
-        *(sys.executable, "-m", "backends.torchrun", "--rdzv-endpoint", "127.0.0.1:{port}", "--nproc-per-node", "2"),
-        *("-m", "workers.main", "--role", "actor"),
-    )
-
-
 def test_environment_and_what_the_user_adds() -> None:
     env = plan(rollout={"env": {"OMP_NUM_THREADS": "5", "MINE": "x", "PYTHONPATH": "/mine"}}).role("rollout").env
     assert (env["OMP_NUM_THREADS"], env["MINE"]) == ("5", "x")
@@ -103,6 +93,8 @@ def test_nodes_of_a_torchrun_group(tmp_path: Path) -> None:
     rollout = _two_nodes(tmp_path, "torchrun", devices=[0, 1]).role("rollout")
     assert (rollout.env["GLOO_SOCKET_IFNAME"], rollout.env.get("NCCL_SOCKET_IFNAME")) == ("lo", None)
     assert [role.host_of(rank) for rank in range(4)] == ["", "", "b", "b"]
+    alone = plan(actor={"processes": 2, "launcher": "torchrun"}).role("actor").command
+    assert alone == (*role.command[:4], "127.0.0.1:{port}", *worker)
     assert role.ranks_of(1) == (2, 3)
 
 
