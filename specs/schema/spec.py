@@ -332,5 +332,9 @@ class Spec(Table):
         return kind(**{name: getattr(like, name) for name in shared})
 
     def resolved(self) -> dict[str, Any]:
-        """Every key with its effective value, as written to `resolved.json`."""
-        return self.model_dump(mode="json", by_alias=True)
+        """Every key with its effective value, as written to `resolved.json`: `auto` precision by what it means here."""
+        values = self.model_dump(mode="json", by_alias=True)
+        for name in type(self).model_fields:
+            if getattr(section := getattr(self, name), "dtype", None) == "auto":
+                values[name]["dtype"] = self.dtype_of(section)
+        return values

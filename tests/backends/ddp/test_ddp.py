@@ -289,7 +289,7 @@ def test_no_row_at_all_has_gradients_of_zero() -> None:
 
 
 def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path) -> None:
-    """Mamba carries state along the row: packing would leak one answer into the next."""
+    """Mamba's layers do not hand their state's gradient on from a prompt to its answers."""
     config = {
         "model_type": "mamba",
         "vocab_size": 23,
@@ -298,7 +298,7 @@ def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path) -> None:
         "state_size": 4,
         "intermediate_size": 32,
     }
-    with pytest.raises(ModelError, match="linear_attention are not supported"):
+    with pytest.raises(ModelError, match="MambaMixer gives other gradients on packed sequences"):
         engine_of(write_model(tmp_path, config))
 
 

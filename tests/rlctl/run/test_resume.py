@@ -30,6 +30,7 @@ TRAINED = "model.from_scratch=false"  # adapters want it
         ("algorithm.group_size=8", "algorithm.group_size: 16 → 8", False),
         ("actor.optimizer.lr=1", "actor.optimizer.lr: 0.001 → 1.0", False),
         ('actor.dtype="bf16"', 'actor.dtype: "fp32" → "bf16"', False),
+        ("actor.devices=[0]", 'actor.dtype: "fp32" → "bf16"', False),  # `auto` is what it means there
         (
             "actor.lora.rank=4",
             'actor.lora: unset → {"rank": 4, "alpha": 32.0, "targets": ["all-linear"]}',
