@@ -28,6 +28,7 @@ Attention = Literal[
 # Packages whose versions decide. transformers looks for flash attention under these names only.
 PACKAGES = ("torch", "transformers", "flash-attn", "flash-attn-3", "kernels")
 AUTO = ("flash_attention_2", "sdpa", "eager")  # best first
+_DECODES = ("sdpa", "eager")  # over the cache of the torch rollout engine
 _OLDEST_FLASH_2 = "2.3.3"
 _OLDEST_SOFTCAP = "2.6.0"  # flash-attn learned softcap here
 _OLDEST_FLEX = "2.5"  # of torch
@@ -120,7 +121,7 @@ def decide(asked: str, facts: AttentionFacts) -> Decision:
             return Decision(asked, asked, _function(asked), "", problem, hint or _another(asked, facts))
         return Decision(asked, asked, _function(asked), ", ".join(filter(None, ("as asked", _condition(asked, facts)))))
     passed_over: list[str] = []
-    for name in ("sdpa",) if facts.decodes else AUTO:
+    for name in _DECODES if facts.decodes else AUTO:
         problem, _ = _obstacle(name, facts)
         if not problem:
             best = "what the torch rollout engine decodes with" if facts.decodes else "the fastest here"
@@ -160,9 +161,9 @@ def _condition(name: str, facts: AttentionFacts) -> str:
 
 def _obstacle(name: str, facts: AttentionFacts) -> tuple[str, str]:
     """Return why an implementation cannot be used, or empty; and what to do about it, if not to take another."""
-    if facts.decodes and name != "sdpa":
-        hint = 'set rollout.attn_implementation = "sdpa"; trainers may keep another'
-        return "is not what the torch rollout engine decodes with: it runs sdpa over a cache of its own", hint
+    if facts.decodes and name not in _DECODES:
+        hint = f'set rollout.attn_implementation = "{_DECODES[bool(facts.scores)]}"; trainers may keep another'
+        return "is not what the torch rollout engine decodes with: it runs sdpa or eager over a cache of its own", hint
     if name == "sdpa" and facts.scores:
         return f"does not compute {facts.scores}, which this model has", ""
     if name in facts.not_offered:
@@ -226,7 +227,9 @@ def _flex_obstacle(facts: AttentionFacts) -> str:
 
 def _another(name: str, facts: AttentionFacts) -> str:
     """Return a hint: what would work instead."""
-    works = [other for other in AUTO if other != name and not _obstacle(other, facts)[0]]
+    works = [
+        other for other in (_DECODES if facts.decodes else AUTO) if other != name and not _obstacle(other, facts)[0]
+    ]
     if works:
         return f'write "{works[0]}" or "auto"'
     return "take another rollout engine for this model" if facts.decodes else "take another device or dtype"

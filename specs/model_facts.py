@@ -12,7 +12,7 @@ _TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2
 
 
 # Kinds of layers, by transformers' names, that rlctl computes on packed rows; those of the second line carry a state.
-LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"}) | {
+LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}) | {
     *("linear_attention", "mamba", "conv", "hybrid")
 }
 

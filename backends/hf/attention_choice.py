@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends.ulysses.split_attention import eager_function
+from backends.packed.packed_attention import eager_function
 from specs.attention import FLASH, PACKAGES, AttentionFacts, Decision, decide, score_changes
 from specs.errors import ModelError
 from specs.model_facts import model_facts

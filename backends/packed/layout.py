@@ -1,4 +1,4 @@
-"""Causal attention of a packed row as padded batches of sequences of like length, for plain sdpa.
+"""Causal attention of a packed row as padded batches of sequences of like length.
 
 Suffixes and letters: T tokens of the row, H query heads, KV key/value heads, D head dim, P rows after padding, S
 segments, B sequences.
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backends.packed.packed_attention import Reach, Scored
 from backends.packed.row_ops import Put, RowCopies, copy_rows, take_rows
 
 
@@ -46,6 +47,7 @@ class PackedLayout:
         self.identity = np.array_equal(plan.index_P, np.arange(len(plan.inverse_T)))
         self.copies = RowCopies(plan.index_P, len(plan.inverse_T), put, plan.real_P) if plan.shared else None
         self.index_P, self.inverse_T = put(plan.index_P), put(plan.inverse_T)
+        self._masks: dict[tuple[int, Reach], Tensor] = {}
 
     def attend(
         self,
@@ -55,15 +57,28 @@ class PackedLayout:
         value: Tensor,
         *,
         scaling: float | None,
-        sliding_window: int | None,
+        reach: Reach,
+        function: Scored | None = None,
     ) -> Tensor:
         q_groups, k_groups, v_groups = (self._padded(x) for x in (query, key, value))
         outputs = []
         for q, k, v in zip(q_groups, k_groups, v_groups, strict=True):
-            outputs.append(causal_attention(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+            if function is None:
+                out = causal_attention(q, k, v, scaling, reach).transpose(1, 2)
+            else:
+                out = function(q, k, v, self._mask(q.shape[2], reach, q))
+            outputs.append(out.flatten(0, 1))
         out_P = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         out_T = out_P if self.identity else take_rows(out_P, self.inverse_T)
         return out_T.unsqueeze(0)
+
+    def _mask(self, length: int, reach: Reach, like: Tensor) -> Tensor:
+        """[1, 1, L, L] of 0 and -inf."""
+        if (length, reach) not in self._masks:
+            hidden = _hidden(length, reach, like.device)
+            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+            self._masks[length, reach] = mask[None, None]
+        return self._masks[length, reach]
 
     def _padded(self, x: Tensor) -> list[Tensor]:
         """[1, h, T, D] → per group [n, h, L, D]."""
@@ -76,21 +91,23 @@ class PackedLayout:
         return [part.unflatten(0, group).transpose(1, 2) for part, group in zip(parts, self.groups, strict=True)]
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    """[n, H, L, D] with keys and values [n, KV, L, D] → [n, H, L, D]. Position i sees i-window+1 … i."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, reach: Reach) -> Tensor:
+    """[n, H, L, D] with keys and values [n, KV, L, D] → [n, H, L, D]."""
     length = query.shape[2]
-    banded = sliding_window is not None and length > sliding_window
+    banded = not reach.covers(length)
     if query.shape[1] != key.shape[1] and wants_a_key_per_query_head(query.device, query.dtype, masked=banded):
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     gqa = query.shape[1] != key.shape[1]
     if not banded:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
-    assert sliding_window is not None
-    ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-    band = ones.tril().triu(1 - sliding_window)
+    band = ~_hidden(length, reach, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=gqa)
+
+
+def _hidden(length: int, reach: Reach, device: torch.device) -> Tensor:
+    """[L, L]: whether the token of a row does not see that of a column."""
+    place = torch.arange(length, device=device, dtype=torch.int32)
+    return reach.hides(place[:, None], place)
 
 
 def wants_a_key_per_query_head(device: torch.device, dtype: torch.dtype, *, masked: bool) -> bool:

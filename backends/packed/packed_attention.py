@@ -1,27 +1,56 @@
 """Attention that knows where one sequence ends and the next begins.
 
 Models run on one packed row `[1, T]` without padding. Hugging Face models call attention through a registry;
-`install` puts `sdpa_by_layout` there under the name "sdpa". While a *layout* is current, it computes attention
-(`PackedLayout` in training, the KV cache in decoding); without one, the stock function runs.
+`install` puts `sdpa_by_layout` and `eager_by_layout` there. While a *layout* is current, it splits the row into batches
+of sequences for them (`PackedLayout` in training, the KV cache in decoding); without one, the stock function runs.
 
-Letters: T tokens of the row, H query heads, KV key/value heads, D head dim.
+Letters: T tokens of the row, n sequences of a batch, L tokens of each, H query heads, KV key/value heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from backends.ulysses.split_attention import AttentionFunction
 from specs.errors import ModelError
 
-# Keyword arguments that change what attention computes and that a layout does not implement.
+# Keyword arguments that change what attention computes and that sdpa does not know.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_EAGER = "eager_attention_forward"  # names end so in transformers' models
+_NO_CODE = (lambda: None).__code__
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # transformers' names for kinds of layers
+
+Scored = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""query [n, H, Q, D], key and value [n, KV, L, D], mask [.., Q, L] of 0 and -inf (None: nothing is hidden) →
+[n, Q, H, D]."""
+
+
+class Reach(NamedTuple):
+    """How far back a layer sees: `window` tokens with the own one, and not beyond the own chunk of `chunk` tokens."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def covers(self, length: int) -> bool:
+        """Return whether every token of a sequence of this length sees all before it."""
+        return all(limit is None or length <= limit for limit in self)
+
+    def hides(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether tokens at positions `query` do not see those at positions `key`."""
+        hidden = key > query
+        if self.window is not None:
+            hidden |= key <= query - self.window
+        if self.chunk is not None:
+            hidden |= key < query - query % self.chunk
+        return hidden
 
 
 class Layout(Protocol):
@@ -37,9 +66,11 @@ class Layout(Protocol):
         value: Tensor,
         *,
         scaling: float | None,
-        sliding_window: int | None,
+        reach: Reach,
+        function: Scored | None = None,
     ) -> Tensor:
-        """query [1, H, T, D], key and value [1, KV, T, D] → [1, T, H, D]."""
+        """query [1, H, T, D], key and value [1, KV, T, D] → [1, T, H, D]. `function` computes a batch of sequences;
+        None: sdpa, with `scaling`."""
         ...
 
 
@@ -71,23 +102,65 @@ def sdpa_by_layout(
             f"attention of {type(module).__name__} uses {', '.join(refused)}, which sdpa does not compute",
             hint='set model.attn_implementation = "eager"',
         )
+    _check(module, attention_mask, kwargs)
+    return _current.attend(module, query, key, value, scaling=kwargs.get("scaling"), reach=_reach(module, kwargs)), None
+
+
+def eager_by_layout(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute "eager" as it is in this process: the model's own function, with its softcap, sinks and the like, on the
+    current layout's batches of sequences, or on what it is given."""
+    own = eager_function(type(module))
+    if own is None:
+        raise ModelError(f"the code of {type(module).__name__} does not say which function its eager attention is")
+    if _current is None:
+        return own(module, query, key, value, attention_mask, **kwargs)
+    _check(module, attention_mask, kwargs)
+
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return own(module, query, key, value, mask, **kwargs)[0]
+
+    return _current.attend(
+        module, query, key, value, scaling=None, reach=_reach(module, kwargs), function=function
+    ), None
+
+
+def eager_function(module_class: type[nn.Module]) -> AttentionFunction | None:
+    """Return what a layer of this class calls for eager attention: its model's own function. None where its code does
+    not name one."""
+    forward = inspect.unwrap(module_class.forward)
+    names = [name for name in getattr(forward, "__code__", _NO_CODE).co_names if name.endswith(_EAGER)]
+    function: AttentionFunction | None = forward.__globals__.get(names[0]) if len(names) == 1 else None
+    return function
+
+
+def _check(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     if attention_mask is not None and attention_mask.numel() > 1:  # what the layout gave to the model has one element
         raise ModelError(
-            f"{type(module).__name__} makes masks of its own, which sdpa does not see on packed rows",
-            hint='set model.attn_implementation = "eager"',
+            f"{type(module).__name__} makes masks of its own, which are not seen on packed rows",
+            hint="this architecture is not supported",
         )
     assert not kwargs.get("dropout"), "dropout is switched off when a model is built"
     assert kwargs.get("is_causal") is not False, "only causal attention is packed"
     assert getattr(module, "is_causal", True), "only causal attention is packed"
-    window = kwargs.get("sliding_window")
-    return _current.attend(module, query, key, value, scaling=kwargs.get("scaling"), sliding_window=window), None
+
+
+def _reach(module: nn.Module, kwargs: dict[str, Any]) -> Reach:
+    """Return how far a layer sees: the window that it hands on, or what its kind of layer has."""
+    config: Any = getattr(module, "config", None)
+    kinds, number = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", -1)
+    kind = kinds[number] if 0 <= number < len(kinds) else ""
+    window = config.sliding_window if kind == SLIDING else kwargs.get("sliding_window")
+    return Reach(window, config.attention_chunk_size if kind == CHUNKED else None)
 
 
 def install() -> None:
-    """Register `sdpa_by_layout` as "sdpa" in this process. Calling it again does nothing.
+    """Register both in this process. Calling it again does nothing.
 
     cuDNN, torch's first choice on Hopper and Blackwell, builds a plan per shape and keeps it for ever, which takes half
     a second for every new length. Micro-batches and decode steps hardly ever have the same shape twice.
     """
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_by_layout
+    ALL_ATTENTION_FUNCTIONS["eager"] = eager_by_layout
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from backends.packed.layout import PackedLayout
-from backends.packed.masks import PackedRows, additive_masks, block_masks
+from backends.packed.masks import PackedRows, block_masks
 from backends.packed.packed_attention import use_layout
 from backends.packed.staging import Staging
 from backends.packed.state_layers import SegmentPlan, has_state_layers, use_rows
@@ -80,21 +80,17 @@ def packed_row(
         "use_cache": False,  # with a cache, transformers forgets that the row is packed
     }
     segments = SegmentPlan(lengths, parents, staging.put) if has_state_layers(model) else None
-    if implementation == "sdpa":
+    if implementation in ("sdpa", "eager"):
         layout = PackedLayout(lengths, staging.device, parents, staging.put)
         return PackedInput({**inputs, "attention_mask": layout.mask}, layout, segments, group=group)
     if implementation in FLASH:
         assert parents is None or max(parents) < 0, "can_share_prompts"
         return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, staging)}, None, segments, group=group)
-    if implementation not in _MASKS:
+    if implementation != "flex_attention":
         raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
-    masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, staging))
-    # For some masks torch 2.13 makes C++ that does not compile out of flex_attention.
-    unfused = implementation == "flex_attention" and staging.device.type == "cpu"
+    masks = block_masks(model, PackedRows(positions_T, lengths, parents, staging))
+    unfused = staging.device.type == "cpu"  # for some masks torch 2.13 makes C++ that does not compile of it
     return PackedInput({**inputs, "attention_mask": masks}, None, segments, unfused, group)
-
-
-_MASKS = {"eager": additive_masks, "flex_attention": block_masks}
 
 
 def _varlen(lengths: Sequence[int], staging: Staging) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.packed.packed_attention import Layout
+from backends.packed.packed_attention import Layout, Reach
 from backends.torch_rollout.decode_check import compare_forwards
 from backends.torch_rollout.runner import Forward, GenericForward
 
@@ -102,7 +102,7 @@ class FusedForward:
         self.eps = float(model.config.rms_norm_eps)
         # Mistral reads it from the config, the Qwens from the layer, Llama has none.
         everywhere = model.config.sliding_window if type(model).__name__ == "MistralForCausalLM" else None
-        self.windows = [getattr(layer.self_attn, "sliding_window", everywhere) for layer in self.layers]
+        self.reaches = [Reach(getattr(layer.self_attn, "sliding_window", everywhere)) for layer in self.layers]
         self.eps_tensor = torch.tensor(self.eps, device=device)
         self.rotary = self._rotary_tables(max(max_len, LEAST_TABLE), device)
         self.join()
@@ -155,7 +155,7 @@ class FusedForward:
             key,
             heads[:, query_heads + kv_heads :].transpose(0, 1)[None],
             scaling=attention.scaling,
-            sliding_window=self.windows[number],
+            reach=self.reaches[number],
         )
         x = _add_linear(x, out[0].flatten(1), attention.o_proj)
         gate, up = F.linear(

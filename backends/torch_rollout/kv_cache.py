@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends.packed.layout import PackedLayout
+from backends.packed.packed_attention import Reach, Scored
 from backends.packed.state_layers import LayerState
 from backends.torch_rollout.slot_states import SlotStates
 
@@ -50,10 +51,11 @@ class PromptLayout(PackedLayout):
         value: Tensor,
         *,
         scaling: float | None,
-        sliding_window: int | None,
+        reach: Reach,
+        function: Scored | None = None,
     ) -> Tensor:
         self.kept[_layer(module)] = (self._copy(key[0].transpose(0, 1)), self._copy(value[0].transpose(0, 1)))
-        return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window)
+        return super().attend(module, query, key, value, scaling=scaling, reach=reach, function=function)
 
     def _copy(self, packed: Tensor) -> Tensor:
         if not self.kept and not self._free:
@@ -124,7 +126,7 @@ class KvCache:
         self._segments: list[SlotSegment] = []
         self._positions: Tensor | None = None
         self._ragged: list[bool] = []
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, Reach], Tensor] = {}
 
     # ── one decode step ───────────────────────────────────────────────────────────────────────────
 
@@ -142,7 +144,8 @@ class KvCache:
         value: Tensor,
         *,
         scaling: float | None,
-        sliding_window: int | None,
+        reach: Reach,
+        function: Scored | None = None,
     ) -> Tensor:
         layer = _layer(module)
         keys, values = self.keys[layer], self.values[layer]
@@ -151,37 +154,32 @@ class KvCache:
         keys[slots, :, self._positions] = key[0].transpose(0, 1)
         values[slots, :, self._positions] = value[0].transpose(0, 1)
         # Query heads that share a key/value head stand as G queries of one head: nothing is repeated.
-        q = query.transpose(1, 2).reshape(n, heads, -1, query.shape[3])
-        outputs = [
-            decode_attention(
-                q[s.start : s.stop],
-                keys[s.start : s.stop, :, : s.length],
-                values[s.start : s.stop, :, : s.length],
-                self._mask(number, sliding_window, q.dtype),
-                scaling,
+        q = query.transpose(1, 2).reshape(n, heads if function is None else query.shape[1], -1, query.shape[3])
+        outputs = []
+        for number, s in enumerate(self._segments):
+            part, k, v = q[s.start : s.stop], keys[s.start : s.stop, :, : s.length], values[s.start : s.stop]
+            v, mask = v[:, :, : s.length], self._mask(number, reach, q.dtype)
+            outputs.append(
+                decode_attention(part, k, v, mask, scaling) if function is None else function(part, k, v, mask)
             )
-            for number, s in enumerate(self._segments)
-        ]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.reshape(1, n, query.shape[1], values.shape[3])
 
-    def _mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, number: int, reach: Reach, dtype: torch.dtype) -> Tensor | None:
         """[n, 1, 1, L] of 0 and -inf for a segment; None where every slot reads everything. Made once a step."""
         segment = self._segments[number]
-        if window is not None and segment.length <= window:
-            window = None
-        if window is None and not self._ragged[number]:
+        if reach.covers(segment.length):
+            reach = Reach()
+        if reach == Reach() and not self._ragged[number]:
             return None
-        if (number, window) not in self._masks:
+        if (number, reach) not in self._masks:
             assert self._positions is not None
             key_position = torch.arange(segment.length, device=self.device)
             last = self._positions[segment.start : segment.stop, None]
-            hidden = key_position > last
-            if window is not None:
-                hidden |= key_position <= last - window
+            hidden = reach.hides(last, key_position)
             mask = torch.zeros(hidden.shape, device=self.device, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            self._masks[number, window] = mask[:, None, None]
-        return self._masks[number, window]
+            self._masks[number, reach] = mask[:, None, None]
+        return self._masks[number, reach]
 
     # ── moving sequences ──────────────────────────────────────────────────────────────────────────
 

@@ -177,20 +177,21 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Sliding windows that these short sequences outgrow. Masks read them from the configuration, layers have them too,
-    and a model may hand them on from one of both alone."""
+    """Sliding windows and chunks that these short sequences outgrow. Masks read them from the configuration, layers
+    have them too, and a model may hand them on from one of both alone."""
     text: PretrainedConfig = model.config.get_text_config()
     layers = list(attention_modules(model))
     holders: dict[int, Any] = {id(each): each for each in (text, *(layer.config for layer in layers), *layers)}
-    found = [(each, getattr(each, "sliding_window", None)) for each in holders.values()]
-    windows = [(each, window) for each, window in found if isinstance(window, int) and window > _WINDOW]
-    for each, _ in windows:
-        each.sliding_window = _WINDOW
+    names = ("sliding_window", "attention_chunk_size")
+    found = [(each, name, getattr(each, name, None)) for each in holders.values() for name in names]
+    limits = [(each, name, limit) for each, name, limit in found if isinstance(limit, int) and limit > _WINDOW]
+    for each, name, _ in limits:
+        setattr(each, name, _WINDOW)
     try:
         yield
     finally:
-        for each, window in windows:
-            each.sliding_window = window
+        for each, name, limit in limits:
+            setattr(each, name, limit)
 
 
 def _prefix(parent: int) -> range:

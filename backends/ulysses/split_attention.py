@@ -9,7 +9,6 @@ Letters: T tokens of the whole row, L of them this rank's, H query heads, KV key
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +23,6 @@ from specs.model_facts import shares_out, sharing_degrees
 from specs.text import listed
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-
-_EAGER = "eager_attention_forward"  # names end so in transformers' models
-_NO_CODE = (lambda: None).__code__
 # Tensors among the keyword arguments of an attention function, by what they are of. Any other is refused.
 _OF_HEADS = ("s_aux", "sinks")
 _OF_OWN_ROWS = ("position_ids", "cache_position")  # the function must not take them for those of all rows
@@ -65,9 +61,7 @@ def _put(group: SequenceGroup) -> None:
 
 
 def _wrap_registry() -> None:
-    for name in {*ALL_ATTENTION_FUNCTIONS, "eager"}:
-        # Under "eager" there is nothing: each model brings its own, which it calls unless there is something.
-        function = ALL_ATTENTION_FUNCTIONS.get(name)
+    for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
         if not isinstance(function, _SplitAttention):
             ALL_ATTENTION_FUNCTIONS[name] = _SplitAttention(name, function)
 
@@ -76,7 +70,7 @@ def _unwrap_registry() -> None:
     for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
         if isinstance(function, _SplitAttention):
             del ALL_ATTENTION_FUNCTIONS[name]  # what is registered for all models shows again
-            if function.whole is not None and ALL_ATTENTION_FUNCTIONS.get(name) is not function.whole:
+            if ALL_ATTENTION_FUNCTIONS.get(name) is not function.whole:
                 ALL_ATTENTION_FUNCTIONS[name] = function.whole
 
 
@@ -86,8 +80,7 @@ def _unwrap_registry() -> None:
 class _SplitAttention:
     """An attention function for this rank's rows, made of one for whole rows."""
 
-    def __init__(self, name: str, whole: AttentionFunction | None) -> None:
-        """`whole`: None for the eager function of each model."""
+    def __init__(self, name: str, whole: AttentionFunction) -> None:
         self.name, self.whole = name, whole
 
     def __call__(
@@ -95,15 +88,12 @@ class _SplitAttention:
     ) -> tuple[Tensor, None]:
         """query [1, H, L, D], key and value [1, KV, L, D] → [1, L, H, D]. Raises ModelError."""
         group, heads = _in_effect, query.shape[1]
-        whole = self.whole or eager_function(type(module))
-        if whole is None:
-            raise _unsplittable(module, "its code does not say which function its eager attention is")
         self._check_ends(module, query.shape[2] * group.size, attention_mask, kwargs)
         given = _whole_row_kwargs(module, heads, kwargs, group)
         key, value = (for_each_rank(each, heads, group) for each in (key, value))
         query, key, value = rows_to_heads((query, key, value), group)
         part = _with_own_heads(module, heads, query.shape[1] // key.shape[1], group)
-        attended, _ = whole(part, query, key, value, attention_mask, **given)
+        attended, _ = self.whole(part, query, key, value, attention_mask, **given)
         return heads_to_rows(attended, group), None
 
     def _check_ends(self, module: nn.Module, tokens: int, mask: Any, kwargs: Mapping[str, Any]) -> None:
@@ -117,15 +107,6 @@ class _SplitAttention:
         else:
             return
         raise _unsplittable(module, f"{self.name} attention {wrong}")
-
-
-def eager_function(module_class: type[nn.Module]) -> AttentionFunction | None:
-    """Return what a layer of this class calls for eager attention: its model's own function, with its softcap, sinks
-    and the like. None where its code does not name one."""
-    forward = inspect.unwrap(module_class.forward)
-    names = [name for name in getattr(forward, "__code__", _NO_CODE).co_names if name.endswith(_EAGER)]
-    function: AttentionFunction | None = forward.__globals__.get(names[0]) if len(names) == 1 else None
-    return function
 
 
 def for_each_rank(x: Tensor, heads: int, group: SequenceGroup) -> Tensor:

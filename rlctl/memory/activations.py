@@ -32,6 +32,7 @@ class Pass:
     dtype: DType
     device: str
     tokens: int  # T, of a row as this rank holds it: a part, where ranks share rows
+    longest: int  # sequence, however many ranks share it
     logits_chunk: int
     attention: str
     recomputed: int  # layers
@@ -140,18 +141,18 @@ def _layer_bytes(work: Pass) -> int:
 
 
 def _scores(work: Pass) -> int:
-    """Count the scores that eager attention computes for each token: with all tokens of the row, whoever sees them.
-    Ranks that share a row have fewer heads of more tokens."""
-    return work.facts.heads // work.tensor * work.row if work.attention == "eager" else 0
+    """Count the scores that eager attention computes for each token: with all tokens of the longest sequence, whoever
+    sees them. Ranks that share a row have fewer heads of more tokens."""
+    return work.facts.heads // work.tensor * min(work.row, work.longest) if work.attention == "eager" else 0
 
 
 def _mask_bytes(work: Pass) -> int:
     """Count the masks of eager attention, one for each kind of layer: made once for a micro-batch, on every rank of the
-    whole row."""
+    whole sequence."""
     if work.attention != "eager":
         return 0
     kinds = len({*(work.config.get("layer_types") or ())}) or 1
-    return work.row**2 * (kinds if work.facts.sliding_window else 1) * work.size
+    return min(work.row, work.longest) ** 2 * (kinds if work.facts.sliding_window else 1) * work.size
 
 
 def _head_bytes(work: Pass) -> int:

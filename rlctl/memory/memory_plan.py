@@ -120,6 +120,7 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         dtype=spec.dtype(role),
         device=device,
         tokens=-(-tokens // context),
+        longest=spec.longest_tokens(role),
         logits_chunk=chunk,
         attention=decision.implementation if decision is not None else "",
         recomputed=model.facts.layers if again is True else int(again),

@@ -47,6 +47,7 @@ AUTO = [
     ({"scores": "attention sinks"}, "eager", "flash_attention_2 does not compute attention sinks"),
     ({"not_offered": ("sdpa", "flash_attention_2")}, "eager", "not offered by this model's class"),
     ({"decodes": True, "learns": False}, "sdpa", "the torch rollout engine"),
+    ({"decodes": True, "learns": False, "scores": "softcap"}, "eager", "sdpa does not compute softcap"),
 ]
 
 
@@ -81,8 +82,9 @@ REFUSED = [
     ("flex_attention", {**CPU, "learns": False, "scores": "attention sinks"}, "attention sinks on the CPU", "eager"),
     ("flex_attention", {"not_offered": ("flex_attention",)}, "not offered by this model's class", "auto"),
     ("sdpa", {"scores": "softcap", **CPU}, "does not compute softcap", '"eager" or "auto"'),
-    ("eager", {"decodes": True}, "is not what the torch rollout engine decodes with", "rollout.attn_implementation"),
+    ("flex_attention", {"decodes": True}, "is not what the torch rollout engine", "rollout.attn_implementation"),
     ("flash_attention_2", {"decodes": True}, "decodes with", 'rollout.attn_implementation = "sdpa"'),
+    ("flash_attention_2", {"decodes": True, "scores": "softcap"}, "decodes with", '"eager"'),
 ]
 
 
@@ -116,8 +118,9 @@ def test_a_wish_that_works_is_granted(asked: str, changes: dict[str, Any]) -> No
 
 
 def test_where_nothing_works_every_reason_is_given() -> None:
-    found = decide("auto", facts(scores="softcap", decodes=True))
-    assert found.problem == "nothing works: sdpa does not compute softcap, which this model has"
+    offered = {"not_offered": ("flash_attention_2", "sdpa", "eager")}
+    found = decide("auto", facts(**offered, decodes=True))
+    assert found.problem.startswith("nothing works: sdpa is not offered by this model's class; eager is")
     assert "another rollout engine" in found.hint
 
 

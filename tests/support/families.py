@@ -116,7 +116,6 @@ FAMILIES = {
             "final_logit_softcapping": 2.0,
             "attn_logit_softcapping": 5.0,
         },
-        torch="sdpa does not compute softcap",
     ),
     "gemma3_text": Family(
         "Gemma 3 (text)",

@@ -250,6 +250,7 @@ def test_the_plan_knows_what_layers_keep(root: Path, name: str) -> None:
         dtype="bf16",
         device="cpu",
         tokens=tokens,
+        longest=tokens,
         logits_chunk=1,
         attention="sdpa",
         recomputed=0,

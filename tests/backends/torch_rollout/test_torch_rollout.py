@@ -160,7 +160,7 @@ def test_as_built_is_read_from_the_model(tmp_path: Path) -> None:
 # ── what it refuses ───────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("attention", ["eager"])
+@pytest.mark.parametrize("attention", ["flex_attention"])
 def test_other_attention_is_refused(tmp_path: Path, attention: str) -> None:
     config = rollout_config(folder_of("qwen2", tmp_path))
     asked = config.model.model_copy(update={"attn_implementation": attention})

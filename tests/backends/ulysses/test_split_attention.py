@@ -102,13 +102,12 @@ def test_the_registry_is_as_it_was_when_a_rank_is_alone_again() -> None:
     with sharing(ALONE):
         assert dict(ALL_ATTENTION_FUNCTIONS) == before
     with sharing(FIRST_OF_TWO):
-        assert ALL_ATTENTION_FUNCTIONS.keys() == before.keys() | {"eager"}
+        assert ALL_ATTENTION_FUNCTIONS.keys() == before.keys()
         assert not set(map(id, ALL_ATTENTION_FUNCTIONS.values())) & set(map(id, before.values()))
         with sharing(ALONE):
             assert dict(ALL_ATTENTION_FUNCTIONS) == before
         with pytest.raises(ZeroDivisionError), sharing(SequenceGroup(None, 4, 1)):
             1 / 0  # noqa: B018
-        assert "eager" in ALL_ATTENTION_FUNCTIONS
         ALL_ATTENTION_FUNCTIONS["mine"] = mine  # one that comes later, such as a kernel of the hub
         with sharing(FIRST_OF_TWO):
             assert ALL_ATTENTION_FUNCTIONS["mine"] is not mine

@@ -49,7 +49,7 @@ CASES = {
     "activations": case(256, 704, 4, 2000),
     "logits": case(128, 352, 1, 16000, entropy=True),
     "two layers of four recomputed": case(256, 704, 4, 2000, recompute=2),
-    "scores of a whole row, recomputed": case(256, 704, 4, 2000, attention="eager", recompute=True),
+    "scores of whole sequences, recomputed": case(256, 704, 4, 2000, attention="eager", recompute=True, longest=512),
 }
 
 
@@ -87,6 +87,7 @@ def pass_of(chosen: dict[str, Any]) -> Pass:
         dtype=chosen["dtype"],
         device="cpu",
         tokens=chosen["tokens"],
+        longest=chosen["longest"],
         logits_chunk=chosen["logits_chunk"],
         attention=chosen["attention"],
         recomputed=facts.layers if chosen["recompute"] is True else chosen["recompute"],
