@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
+from backends.hf.score_layer import backbone
 from specs.errors import ModelError
 
 
@@ -24,7 +25,7 @@ def decoder_layers(model: PreTrainedModel, *, needed: str, hint: str) -> list[nn
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     count = model.config.get_text_config().num_hidden_layers
     unsplit = set(model._no_split_modules or ())
-    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    lists = [list(m) for m in backbone(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     named = [layers for layers in lists if {type(layer).__name__ for layer in layers} <= unsplit]
     return next(iter(named or lists), [])
 

@@ -33,6 +33,12 @@ def auto_class(head: HeadKind, hf_config: PretrainedConfig, path: str) -> Any:
     return AutoModelForSequenceClassification
 
 
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """Return what gives hidden states. (Llama 4's text model names its own by a prefix that it does not have.)"""
+    base: nn.Module = model.base_model
+    return model.get_submodule("model") if base is model else base
+
+
 def has_score_layer(model: PreTrainedModel) -> bool:
     """Whether it ends in one number for each token, not in logits."""
     return model.get_output_embeddings() is None
@@ -40,7 +46,7 @@ def has_score_layer(model: PreTrainedModel) -> bool:
 
 def score_layer(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     """Name and module of the layer behind the backbone. Raises ModelError where the class has more there."""
-    behind = [(name, module) for name, module in model.named_children() if module is not model.base_model]
+    behind = [(name, module) for name, module in model.named_children() if module is not backbone(model)]
     found = [(name, module) for name, module in behind if any(True for _ in module.parameters())]
     if len(found) == 1 and isinstance(found[0][1], nn.Linear) and found[0][1].out_features == 1:
         return found[0][0], found[0][1]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from backends.hf.score_layer import backbone
 from backends.train.rms_norm import use_fast_norms
 from specs.errors import ModelError
 from specs.packages import installed_here
@@ -128,7 +129,7 @@ def _computed(model: PreTrainedModel) -> list[Tensor]:
     """Return the hidden states of a fixed sequence and the gradients of all parameters."""
     model.zero_grad()
     tokens = torch.arange(24, device=model.device)[None]
-    hidden = model.base_model(input_ids=tokens, use_cache=False)[0]
+    hidden = backbone(model)(input_ids=tokens, use_cache=False)[0]
     weights = torch.sin(torch.arange(hidden.numel(), device=hidden.device, dtype=torch.float32)).view(hidden.shape)
     (hidden.float() * weights).sum().backward()
     return [hidden.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from backends.hf.recompute import recompute_activations
-from backends.hf.score_layer import has_score_layer
+from backends.hf.score_layer import backbone, has_score_layer
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.packed.state_layers import has_state_layers
@@ -54,7 +54,7 @@ class Policy(nn.Module):
         if rows_N is None:
             return self.head.by_own_forward(row.inputs)
         with nullcontext() if self.offload is None else self.offload.saving():
-            hidden_TE = self.model.base_model(**row.inputs)[0][0]
+            hidden_TE = backbone(self.model)(**row.inputs)[0][0]
         return self.head.answer(copy_rows(hidden_TE, rows_N), task)
 
 

@@ -246,7 +246,7 @@ def test_a_family_trains_as_stock_modules_do(root: Path, family: str, case: str)
     logprob_T, gradients = of_ranks(out), gradients_of(out / "state")
     with np.load(out / "weights.npz") as file:
         weights = dict(file)
-    assert gradients.keys() == weights.keys() == want.weights.keys()
+    assert (gradients.keys(), weights.keys()) == (want.gradients.keys(), want.weights.keys())
     assert want.logprob_T[family_batch()["loss_mask_T"] != 0].std() > 0.3, "a flat distribution hides a wrong token"
     for name, tensor in ShardReader(out / "state", "model").tensors():
         np.testing.assert_array_equal(tensor.numpy(), weights[name], err_msg=name)

@@ -88,7 +88,8 @@ def stock_step(model: Any, batch: Batch) -> StockStep:
     logprob_T = logprobs(model, batch)
     advantage_T = torch.from_numpy(batch["advantage_T"])
     (-(logprob_T * advantage_T).sum() / int((batch["loss_mask_T"] != 0).sum())).backward()
-    gradients = {name: tensor.grad.float().numpy().copy() for name, tensor in named.items()}
+    learned = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}  # not buffers
+    gradients = {name: grad.float().numpy().copy() for name, grad in learned.items()}
     groups = [
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": ADAM.weight_decay},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
