@@ -1,5 +1,5 @@
 """Write the pages that are made of the source, so that they cannot drift: `spec.md` of the schema, `metrics.md` of
-where metrics are made, `coming-from.md` of other tools' keys.
+where metrics are made, `coming-from.md` of other tools' keys, `models.md` of the families that tests train.
 
 python scripts/make_docs.py            # write them
 python scripts/make_docs.py --check    # exit 1 when a file is not what it would be
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from declared_metrics import declared  # noqa: E402
+from families import COMPOSITES, FAMILIES, SAMPLED, TRAINED  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
@@ -313,13 +314,79 @@ def render_coming_from() -> str:
     return COMING_FROM + "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
+# ── docs/models.md ────────────────────────────────────────────────────────────────────────────────
+
+MODELS = """# Models
+
+Generated from the families that tests train and sample (`tests/support/families.py`) by `scripts/make_docs.py`; do not
+edit.
+
+Each was tried with a few thousand parameters, from disk, on CPUs; none at full size or on a GPU. Log-probs, gradients
+and weights after a step are those of transformers' own modules on one sequence at a time: 2e-5 nats and 1e-4 of each
+tensor's largest gradient in fp32 (`tests/backends/test_protocol_sharded.py`). What is not in the table is not refused:
+every start proves packing, the sampler its cache, and every sync both.
+
+All were trained as {trained} (the rest in fp32).
+
+"""
+AFTER_MODELS = """
+**Refused**: layers of other kinds (indexed and compressed attention), encoder-decoder models, quantised weights, vLLM
+with latent attention (`kv_lora_rank`), and sequences beyond the first context of a LongRoPE model.
+
+## Layers that carry a state
+
+Gated delta nets, Mamba 2 and short convolutions run over each sequence of a packed row by itself. Completions of one
+prompt begin in the state in which it ended: it is computed once, and the gradients of all of them reach it. A build
+proves both, forward with the model's own weights, and backward on a new layer of each kind; the sampler keeps states
+beside its cache and proves that decoding gives the model's own log-probs. Ranks cannot share their rows:
+`sequence_parallel` is refused. Kernels of flash-linear-attention, causal-conv1d and mamba-ssm, which transformers takes
+where they are installed, were not tried; without them transformers' torch formulas compute, which are slow for short
+sequences.
+
+## Softcap, sinks, chunks, latent attention
+
+Where sdpa does not know what a model does to its scores, `auto` takes `eager`: the model's own function, on batches of
+sequences of like length, in training and over the sampler's cache. Windows and chunks are proven with short ones.
+Latent attention trains and is sampled with keys and values unfolded: the cache holds them whole.
+
+## Folders of several models
+
+Multimodal checkpoints ({composites}) train their language model alone: nothing else is loaded. An export is the whole
+folder as it came with the trained weights in place, loaded back by the class that it names. A critic or reward model
+becomes a model of its own. Engines with models of their own (`megatron`, `vllm`, `sglang`) refuse such a folder.
+
+## Mixtures of experts
+
+The loss has no balancing term, and in bf16 sampler and trainer may route a token differently: expect a larger
+`rollout/logprob_gap`.
+"""
+
+
+def render_models() -> str:
+    """Render a row for each family, and what is said of kinds of models."""
+    trained, sampled = ", ".join(f"`{name}`" for name in TRAINED), ", ".join(SAMPLED)
+    heads = ("family", "what is its own", "`megatron`", "`torch` sampler", "vLLM")
+    rows = [
+        [
+            family.models,
+            family.layout,
+            "fp32" if family.megatron else "refused",
+            f"refused: {family.torch}" if family.torch else sampled,
+            family.vllm,
+        ]
+        for family in FAMILIES.values()
+    ]
+    names = ", ".join(f"`{each['architectures'][0]}`" for each in COMPOSITES.values())
+    return MODELS.format(trained=trained) + "\n".join(grid(heads, rows)) + AFTER_MODELS.format(composites=names)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is stale")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
     given = parser.parse_args()
     check, docs = given.check, given.docs
-    made = {"spec": render, "metrics": render_metrics, "coming-from": render_coming_from}
+    made = {"models": render_models, "spec": render, "metrics": render_metrics, "coming-from": render_coming_from}
     pages = {docs / f"{name}.md": make() for name, make in made.items()}
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if check and stale:

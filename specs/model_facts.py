@@ -11,10 +11,12 @@ _HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 _TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2", "starcoder2")
 
 
-# Kinds of layers, by transformers' names, that rlctl computes on packed rows; those of the second line carry a state.
-LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}) | {
-    *("linear_attention", "mamba", "conv", "hybrid")
-}
+# Kinds of layers, by transformers' names, that carry a state; and all that rlctl computes on packed rows.
+STATE_KINDS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+LAYER_KINDS = (
+    frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}) | STATE_KINDS
+)
+_STATE_KEYS = ("mamba_", "ssm_", "linear_conv_")  # of configs that list no kinds of layers
 
 
 def tokens_of_one_rope(config: Mapping[str, Any]) -> int:
@@ -50,6 +52,8 @@ class ModelFacts:
     sliding_window: int  # 0: none is in effect
     tied_embeddings: bool
     dtype: str  # of the stored weights as the config has it: "bfloat16", "float32", ...; "" where it does not say
+    composite: bool  # a language model among others
+    carries_state: bool  # in some layers, from token to token
 
 
 def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
@@ -67,7 +71,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     if not (hidden and layers and heads):
         return None
     window, kind = number("sliding_window"), str(merged.get("model_type", ""))
-    tied = merged.get("tie_word_embeddings", kind in _TIED)
+    tied = config.get("tie_word_embeddings", merged.get("tie_word_embeddings", kind in _TIED))  # the whole's first
     return ModelFacts(
         model_type=kind,
         architecture=next(iter(config.get("architectures") or ()), ""),
@@ -86,6 +90,9 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         sliding_window=window if merged.get("use_sliding_window", True) else 0,
         tied_embeddings=bool(tied),
         dtype=str(merged.get("dtype") or merged.get("torch_dtype") or ""),
+        composite=isinstance(text, Mapping),
+        carries_state=bool(STATE_KINDS & {*(merged.get("layer_types") or ())})
+        or any(key.startswith(_STATE_KEYS) for key in merged),
     )
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
 Shape = tuple[int, ...]
 LM_HEADS = ("lm_head.weight", "lm_head.bias")
 SCORE_LAYER = "score.weight"
+PART_NAMES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""How names of a language model's weights begin in a folder that holds more → how they do where it is alone."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,18 @@ class ParameterShape:
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+
+def language_model_names(names: Collection[str]) -> dict[str, str]:
+    """Return names of a folder's weights → what they are where the language model is alone; those of others are left
+    out."""
+    renamed = {
+        name: own + name.removeprefix(prefix)
+        for name in names
+        for prefix, own in PART_NAMES.items()
+        if name.startswith(prefix)
+    }
+    return {name: name for name in names if not renamed or name in LM_HEADS} | renamed
 
 
 def takes_adapters(layer: str, *, mixture: bool) -> bool:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from backends.weights.tensor_files import LazyTensor, TensorFile, write_file
+from backends.weights.tensor_files import DTYPES, LazyTensor, TensorFile, write_file
 from specs.errors import ExportError
 
 SINGLE = "model.safetensors"
@@ -69,6 +70,9 @@ class SafetensorsReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files[name].entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._files[name].entry(name).dtype]
 
     def tensor(self, name: str) -> Tensor:
         return self._files[name].tensor(name)

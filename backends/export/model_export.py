@@ -23,12 +23,15 @@ from backends.export.adapter_export import (
     load_adapted,
     merged_weights,
 )
+from backends.export.composite_export import copy_rest, folder_of, in_place
 from backends.export.hf_folder import SafetensorsReader, write_folder
+from backends.hf.language_model import class_of_folder, is_composite, language_model_config
 from backends.hf.score_layer import auto_class, has_score_layer, score_layer
 from backends.train.tensor_shards import ShardReader
 from backends.weights.tensor_bytes import named_weights
 from backends.weights.tensor_files import LazyTensor
 from specs.errors import CheckpointError, ExportError
+from specs.model_shapes import language_model_names
 from specs.schema.roles import HeadKind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -87,6 +90,11 @@ def write_model(source: Source, out: Path, shard_bytes: int, progress: Progress)
     model = _on_meta(source)
     weights = trained_weights(source)
     _check_fits(model, weights, source.model_path)
+    if folder := _composite_folder(source):
+        copy_rest(folder, out)
+        whole = in_place(as_published(model, weights), folder)
+        write_folder(out, whole, shard_bytes, _counting(whole, "writing", progress))
+        return
     model.config.dtype = DTYPES[source.dtype]
     model.save_pretrained(out, state_dict={})  # all files except weights
     published = as_published(model, weights)
@@ -100,6 +108,7 @@ def _on_meta(source: Source) -> PreTrainedModel:
     """The model without memory: its names, shapes and conversions."""
     trust = source.trust_remote_code
     config = AutoConfig.from_pretrained(source.model_path, trust_remote_code=trust)
+    config = language_model_config(config, source.model_path)
     if source.head != "lm":
         config.num_labels = 1
     model: PreTrainedModel
@@ -107,6 +116,15 @@ def _on_meta(source: Source) -> PreTrainedModel:
         model = _auto(source, config).from_config(config, dtype=DTYPES[source.dtype], trust_remote_code=trust)
     model.tie_weights()
     return model
+
+
+def _composite_folder(source: Source) -> Path | None:
+    """Return the folder of which a language model was trained, where it holds weights of others too."""
+    config = AutoConfig.from_pretrained(source.model_path, trust_remote_code=source.trust_remote_code)
+    if source.head != "lm" or not is_composite(config):
+        return None
+    folder = folder_of(source.model_path)
+    return folder if any(folder.glob("*.safetensors")) else None  # else it began from a seed
 
 
 def _auto(source: Source, config: PretrainedConfig) -> Any:
@@ -199,6 +217,8 @@ def prove(source: Source, out: Path, proof_file: Path, memory_bytes: int, progre
     weights = trained_weights(source)
     meta = _on_meta(source)
     published = as_published(meta, weights)
+    if folder := _composite_folder(source):
+        published = in_place(published, folder)
     _compare_files(SafetensorsReader(out), published, _counting(published, "comparing", progress))
     total = sum(tensor.nbytes for tensor in published)
     progress("loading it back", 0, 0)
@@ -257,7 +277,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _load(source: Source, out: Path, where: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(out, trust_remote_code=source.trust_remote_code)
-    loaded = _auto(source, config).from_pretrained(
+    composite = is_composite(config)
+    loaded = (class_of_folder(config) if composite else _auto(source, config)).from_pretrained(
         out,
         dtype=DTYPES[source.dtype],
         trust_remote_code=source.trust_remote_code,
@@ -266,14 +287,15 @@ def _load(source: Source, out: Path, where: dict[str, Any]) -> PreTrainedModel:
     )
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # because of `output_loading_info`
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[what]:
+        if info[what] and not (composite and what == "unexpected_keys"):  # they came so
             raise ExportError(f"the exported folder loads with {what.replace('_', ' ')}: {sorted(info[what])[:5]}")
     return model
 
 
 def _compare_loaded(model: PreTrainedModel, weights: Sequence[LazyTensor]) -> None:
     """Raise ExportError unless transformers made of the files what was trained."""
-    loaded = model.state_dict()
+    state = model.state_dict()
+    loaded = {own: state[name] for name, own in language_model_names(state).items()}
     for weight in weights:
         if weight.name not in loaded:
             raise ExportError(f"{weight.name} is in the checkpoint but not in the loaded model")

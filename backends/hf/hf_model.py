@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap
+from backends.hf.language_model import KEY_MAPPING, language_model_config
 from backends.hf.recompute import recomputed_layers
 from backends.hf.score_layer import (
     auto_class,
@@ -100,12 +101,15 @@ def import_code(config: ModelConfig) -> None:
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
-    """`config.json` of the model, with dropout switched off. Raises ModelError when it is missing or unfit."""
+    """Return the model's `config.json`, or its part for the language model, with dropout switched off.
+
+    Raises ModelError when it is missing or unfit."""
     hf_config: PretrainedConfig
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise _unusable(config, error) from None
+    hf_config = language_model_config(hf_config, config.path)
     text = hf_config.get_text_config()
     _check_fits(config, text)
     for name, value in list(vars(text).items()):
@@ -153,6 +157,7 @@ def _from_pretrained(
             attn_implementation=implementation,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            key_mapping=KEY_MAPPING,
             ignore_mismatched_sizes=config.head != "lm",  # said in our own words
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:

@@ -26,6 +26,7 @@ from backends.hf.score_layer import no_score_layer, wrong_score_layer
 from backends.train.tensor_shards import Shard
 from backends.weights.tensor_bytes import named_weights
 from specs.errors import ModelError
+from specs.model_shapes import language_model_names
 from specs.wire.role_config import ModelConfig
 
 # A tensor of all experts of a layer → what the files hold of each expert, in its order of rows.
@@ -88,14 +89,15 @@ class ModelFiles:
 
     def __init__(self, path: str, files: Sequence[Path]) -> None:
         self.path = path
-        self._holder: dict[str, Any] = {}
+        self._holder: dict[str, tuple[Any, str]] = {}  # file, and the name in it
         self._pieces: dict[str, list[str]] = {}  # a tensor that no file has → those that make it up, one after another
         for file in files:
             try:
                 opened = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"model {path}: {file.name}: {error}") from None
-            self._holder |= dict.fromkeys(opened.keys(), opened)
+            self._holder |= {name: (opened, name) for name in opened.keys()}  # noqa: SIM118
+        self._holder = {own: self._holder[name] for name, own in language_model_names(self._holder).items()}
         self.names = set(self._holder)
 
     @classmethod
@@ -130,7 +132,7 @@ class ModelFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._pieces:
-            return tuple(self._holder[name].get_slice(name).get_shape())
+            return tuple(self._slice(name).get_shape())
         pieces = self._pieces[name]
         shapes = {self.shape(piece) for piece in pieces}
         if len(shapes) > 1:
@@ -182,10 +184,11 @@ class ModelFiles:
         """Elements start … stop-1 of the flattened tensor, in the dtype on disk. Reads the rows in which they lie."""
         if name in self._pieces:
             return self._read_pieces(self._pieces[name], start, stop)
-        part = self._holder[name].get_slice(name)
+        part = self._slice(name)
         shape = part.get_shape()
         if not shape:
-            values: Tensor = self._holder[name].get_tensor(name)
+            file, own = self._holder[name]
+            values: Tensor = file.get_tensor(own)
             return values.reshape(1)[start:stop]
         row = math.prod(shape[1:])
         if start >= stop:
@@ -193,6 +196,10 @@ class ModelFiles:
         first = start // row
         rows: Tensor = part[first : -(-stop // row)]
         return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def _slice(self, name: str) -> Any:
+        file, own = self._holder[name]
+        return file.get_slice(own)
 
     def _read_pieces(self, pieces: Sequence[str], start: int, stop: int) -> Tensor:
         size = math.prod(self.shape(pieces[0]))

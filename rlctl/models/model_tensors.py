@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.model_facts import ModelFacts, model_facts
-from specs.model_shapes import ModelTensors, ParameterShape, Shape
+from specs.model_shapes import ModelTensors, ParameterShape, Shape, language_model_names
 from specs.safetensors_header import read_header
 
 
@@ -55,7 +55,8 @@ KNOWN_FAMILIES = tuple(_FAMILIES)
 def tensors_of_config(config: Mapping[str, Any]) -> ModelTensors | None:
     """Return the parameters of the causal language model of a parsed `config.json`; None for an unknown family."""
     facts = model_facts(config)
-    if facts is None or not facts.vocab_size or "text_config" in config or facts.model_type not in _FAMILIES:
+    config = {**config, **(config.get("text_config") or {})}
+    if facts is None or not facts.vocab_size or facts.model_type not in _FAMILIES:
         return None
     return ModelTensors(tuple(_decoder(_FAMILIES[facts.model_type], facts, config)), "config.json")
 
@@ -143,6 +144,7 @@ def tensors_on_disk(folder: Path, *, tied: bool) -> ModelTensors | None:
     except (OSError, ValueError):
         return None
     shapes = {name: entry.shape for header in headers for name, entry in header.entries.items()}
+    shapes = {own: shapes[name] for name, own in language_model_names(shapes).items()}
     if tied:
         shapes.pop("lm_head.weight", None)
     return tensors_of_shapes(shapes, "headers of the weight files") if shapes else None

@@ -33,8 +33,11 @@ def shard_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def sequence_problems(key: str, degree: int, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield attention heads that do not divide by the `degree` ranks that share a row. `key`: of the degree, dotted."""
+    """Yield layers that the `degree` ranks of a row cannot share: those with a state, and attention heads that do not
+    divide. `key`: of the degree, dotted."""
     facts = model_facts(config)
+    if facts is not None and facts.carries_state:
+        yield Problem(key, "layers that carry a state from token to token need whole rows on every rank", "set it to 1")
     if facts is not None and not shares_out(facts.heads, facts.kv_heads, degree):
         hint = f"use {listed(sharing_degrees(facts.heads, facts.kv_heads))}"
         yield Problem(key, f"{_heads(facts)} are not divisible by it", hint)

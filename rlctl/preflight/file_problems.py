@@ -33,8 +33,9 @@ from specs.rules.all_rules import with_values
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import ACTOR, ROLES, RoleName
+from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
+from specs.text import show
 
 _NO_GPU = "leave it out to run on the CPU; of a run elsewhere, `check-config --target cluster` makes it a note"
 
@@ -136,6 +137,10 @@ def _shapes(role: RoleName, section: RoleSection, config: Mapping[str, Any]) -> 
     engine, facts = engine_of(section), model_facts(config)
     if facts is not None and engine is not None:
         yield from engine.model_problems(role, section, facts)
+        if facts.composite and engine.attention == "engine":
+            message = f"{engine.kind} builds models of its own, and this folder's language model is one among others"
+            hint = 'write "torch"' if role == ROLLOUT else 'write "ddp", "fsdp2" or "zero"'
+            yield Problem(f"{role}.engine.kind", message, hint, show(engine.kind))
         count: int = getattr(section, "gradient_checkpointing", True)
         if count is not True and count > facts.layers > 0:
             hint = f"use at most {facts.layers}, or true for all of them"

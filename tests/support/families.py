@@ -323,3 +323,28 @@ FAMILIES = {
         },
     ),
 }
+
+# Folders that hold more than a language model, by `model_type`.
+_TOWER = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+_OF_LAYERS = {**_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+COMPOSITES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        **{"image_token_id": 20, "video_token_id": 21, "vision_start_token_id": 18, "vision_end_token_id": 19},
+        "text_config": FAMILIES["qwen3_5_text"].config,
+        "vision_config": {**_TOWER, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        **{"mm_tokens_per_image": 4, "boi_token_index": 20, "eoi_token_index": 21, "image_token_index": 22},
+        "text_config": FAMILIES["gemma3_text"].config,
+        "vision_config": {**_OF_LAYERS, "model_type": "siglip_vision_model"},
+    },
+    "mistral3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 20,
+        "text_config": FAMILIES["mistral"].config,
+        "vision_config": {**_OF_LAYERS, "model_type": "pixtral", "head_dim": 8},
+    },
+}
