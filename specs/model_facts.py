@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class ModelFacts:
     layers: int
     heads: int
     kv_heads: int  # heads where the config names none
-    head_dim: int
+    head_dim: int  # of latent attention the mean of keys' and values'
     intermediate_size: int
     vocab_size: int
     experts: int  # 0: a dense model
@@ -53,7 +53,10 @@ class ModelFacts:
     tied_embeddings: bool
     dtype: str  # of the stored weights as the config has it: "bfloat16", "float32", ...; "" where it does not say
     composite: bool  # a language model among others
-    carries_state: bool  # in some layers, from token to token
+    attention_chunk: int  # tokens of a chunk, beyond which some layers do not see; 0: none
+    state_layers: int  # that carry a state from token to token; 0: none
+    state_size: int  # elements that each of them keeps of a sequence
+    cached_layers: int  # that keep keys and values
 
 
 def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
@@ -66,11 +69,17 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         found = next((merged[name] for name in names if isinstance(merged.get(name), int)), 0)
         return int(found)
 
-    hidden, layers = number("hidden_size", "n_embd", "d_model"), number("num_hidden_layers", "n_layer", "num_layers")
+    kinds = [*map(str, merged.get("layer_types") or merged.get("layers_block_type") or ())]
+    layers = number("num_hidden_layers", "n_layer", "num_layers") or len(kinds)
+    hidden = number("hidden_size", "n_embd", "d_model")
     heads = number("num_attention_heads", "n_head", "num_heads")
     if not (hidden and layers and heads):
         return None
     window, kind = number("sliding_window"), str(merged.get("model_type", ""))
+    with_state = sum(one in STATE_KINDS for one in kinds)
+    if not with_state and any(key.startswith(_STATE_KEYS) for key in merged):
+        with_state = layers
+    latent = number("qk_nope_head_dim") + number("qk_rope_head_dim") + number("v_head_dim")
     tied = config.get("tie_word_embeddings", merged.get("tie_word_embeddings", kind in _TIED))  # the whole's first
     return ModelFacts(
         model_type=kind,
@@ -79,7 +88,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         layers=layers,
         heads=heads,
         kv_heads=number("num_key_value_heads") or heads,
-        head_dim=number("head_dim") or _HEAD_DIM.get(kind) or hidden // heads,
+        head_dim=latent // 2 or number("head_dim") or _HEAD_DIM.get(kind) or hidden // heads,
         intermediate_size=number("intermediate_size", "n_inner"),
         vocab_size=number("vocab_size"),
         experts=number("num_experts", "num_local_experts", "n_routed_experts"),
@@ -91,9 +100,25 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         tied_embeddings=bool(tied),
         dtype=str(merged.get("dtype") or merged.get("torch_dtype") or ""),
         composite=isinstance(text, Mapping),
-        carries_state=bool(STATE_KINDS & {*(merged.get("layer_types") or ())})
-        or any(key.startswith(_STATE_KEYS) for key in merged),
+        attention_chunk=number("attention_chunk_size"),
+        state_layers=with_state,
+        state_size=_state_size(number) if with_state else 0,
+        cached_layers=layers - sum(kind in STATE_KINDS - {"hybrid"} for kind in kinds),
     )
+
+
+def _state_size(number: Callable[..., int]) -> int:
+    """Return the elements of a recurrent state and of what a convolution still sees."""
+    if heads := number("linear_num_value_heads"):
+        key, value = number("linear_key_head_dim"), number("linear_value_head_dim")
+        width = 2 * number("linear_num_key_heads") * key + heads * value
+        return heads * key * value + width * number("linear_conv_kernel_dim")
+    if heads := number("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"):
+        inner = heads * number("mamba_d_head", "mamba_head_dim")
+        state = number("mamba_d_state", "ssm_state_size")
+        width = inner + 2 * state * max(1, number("mamba_n_groups", "n_groups"))
+        return inner * state + width * number("mamba_d_conv", "conv_kernel")
+    return number("hidden_size") * number("conv_L_cache")
 
 
 def shares_out(heads: int, kv_heads: int, parts: int) -> bool:

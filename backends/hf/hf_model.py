@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from backends.hf.language_model import KEY_MAPPING, language_model_config
 from backends.hf.recompute import recomputed_layers
 from backends.hf.score_layer import (
     auto_class,
+    backbone,
     has_score_layer,
     make_score_layer,
     score_names,
@@ -34,7 +36,7 @@ from backends.packed import packed_attention, state_layers
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
 from specs.errors import ModelError
-from specs.model_facts import LAYER_KINDS, positions_of, tokens_of_one_rope
+from specs.model_facts import LAYER_KINDS, model_facts, positions_of, tokens_of_one_rope
 from specs.wire.as_built import ModelBuilt
 from specs.wire.model_flops import DecoderSize
 from specs.wire.role_config import ModelConfig
@@ -248,11 +250,32 @@ def _first_line(error: BaseException) -> str:
 
 
 def decoder_size(model: PreTrainedModel) -> DecoderSize | None:
-    """Return the sizes that decide the model's arithmetic, where its config names them."""
+    """Return the sizes that decide the model's arithmetic, where its config names them. Weights of its layers are the
+    model's own: hybrids have several kinds."""
     size = DecoderSize.of(model.config.to_dict())
-    if size is None or not has_score_layer(model):
-        return size
-    return replace(size, head_weights=model.config.get_text_config().hidden_size)
+    if size is None:
+        return None
+    size = replace(size, layer_weights=_weights_met(model))
+    return replace(size, head_weights=model.config.get_text_config().hidden_size) if has_score_layer(model) else size
+
+
+def _weights_met(model: PreTrainedModel) -> int:
+    """Count the elements of matrices that each token is multiplied with: of experts [n, out, in], those that it
+    visits."""
+    facts, count = model_facts(model.config.to_dict()), 0
+    visited = facts.experts_per_token if facts else 0
+    for module in backbone(model).modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed's: whole, of a partitioned one
+            if (
+                len(shape) < 2
+                or name.endswith("bias")
+                or is_adapter(name)
+                or isinstance(module, nn.Embedding | nn.Conv1d)
+            ):
+                continue
+            count += prod(shape) if len(shape) == 2 else prod(shape[1:]) * visited
+    return count
 
 
 def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> ModelBuilt:

@@ -36,7 +36,7 @@ def sequence_problems(key: str, degree: int, config: Mapping[str, Any]) -> Itera
     """Yield layers that the `degree` ranks of a row cannot share: those with a state, and attention heads that do not
     divide. `key`: of the degree, dotted."""
     facts = model_facts(config)
-    if facts is not None and facts.carries_state:
+    if facts is not None and facts.state_layers:
         yield Problem(key, "layers that carry a state from token to token need whole rows on every rank", "set it to 1")
     if facts is not None and not shares_out(facts.heads, facts.kv_heads, degree):
         hint = f"use {listed(sharing_degrees(facts.heads, facts.kv_heads))}"

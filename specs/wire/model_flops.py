@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from specs.model_facts import ModelFacts, mlp_width, model_facts
 
-_WHOLE, _WINDOWS = "full_attention", ("sliding_attention", "chunked_attention")  # transformers' kinds of layers
+_WHOLE, _WINDOWS = ("full_attention", "attention", "hybrid"), ("sliding_attention", "chunked_attention")
 # One layer in so many sees everything, where the config does not say which do.
 _WHOLE_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 _UNGATED = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "mpt")
@@ -55,7 +55,7 @@ class DecoderSize:
             layer_weights=facts.layers * (attention + matrices * hidden * mlp_width(facts, merged)),
             head_weights=hidden * facts.vocab_size,
             window_layers=windows,
-            window=facts.sliding_window if windows else 0,
+            window=(facts.sliding_window or facts.attention_chunk) if windows else 0,
         )
 
     def sequence_flops(self, length: ArrayLike) -> NDArray[np.float64]:
@@ -85,10 +85,10 @@ def train_flops(size: DecoderSize, lengths: ArrayLike, loss_tokens: int) -> floa
 
 def _layers(facts: ModelFacts, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return how many layers see everything, and how many a window."""
-    kinds = config.get("layer_types")
+    kinds = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(kinds, list | tuple):
-        windows = sum(kind in _WINDOWS for kind in kinds) if facts.sliding_window else 0
-        seeing = sum(kind in (_WHOLE, *_WINDOWS) for kind in kinds)
+        windows = sum(kind in _WINDOWS for kind in kinds) if facts.sliding_window or facts.attention_chunk else 0
+        seeing = sum(kind in (*_WHOLE, *_WINDOWS) for kind in kinds)
         return seeing - windows, windows
     if not facts.sliding_window:
         return facts.layers, 0

@@ -79,7 +79,12 @@ class Replica:
     def cache_bytes_per_token(self) -> int:
         """The keys and values of all layers, on each GPU of the replica."""
         heads = max(1, self.facts.kv_heads // self.parallel)
-        return 2 * self.facts.layers * heads * self.facts.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.facts.cached_layers * heads * self.facts.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """The states of layers that carry one, in fp32, on each GPU of the replica."""
+        return self.facts.state_layers * self.facts.state_size * FP32_BYTES // self.parallel
 
     @property
     def awake(self) -> frozenset[Moment]:

@@ -42,6 +42,7 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
         yield from replica_weights(replica)
         slots = min(self.max_sequences, replica.sequences)
         cache = slots * replica.max_sequence_tokens * replica.cache_bytes_per_token
+        cache += slots * replica.state_bytes_per_sequence
         yield Part("KV cache", cache, replica.awake, exact=True)
         facts, size = replica.facts, DTYPE_BYTES[replica.dtype]
         prompts = max(1, min(self.prefill_tokens, replica.sequences * replica.max_prompt_tokens))

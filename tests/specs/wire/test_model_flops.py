@@ -58,6 +58,27 @@ def test_kinds_of_layers_are_told_by_the_config() -> None:
     assert DecoderSize.of({"vocab_size": 7}) is None
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "deepseek_v3", "nemotron_h", "qwen3_moe"])
+def test_weights_of_layers_are_those_of_the_models_own_linear_layers(name: str) -> None:
+    """As a build counts them: configs of hybrids and latent attention do not say it in one way."""
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from backends.hf.hf_model import decoder_size
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES[name].config))
+    size = decoder_size(model)
+    assert size is not None
+    linear = sum(each.weight.numel() for each in model.model.modules() if isinstance(each, nn.Linear))
+    experts = [each for each in model.model.modules() if type(each).__name__.endswith("Experts")]
+    stacked = [weight for each in experts for weight in each.parameters() if weight.dim() == 3]
+    visited = sum(weight[0].numel() * model.config.num_experts_per_tok for weight in stacked)
+    routers = [each for name, each in model.model.named_parameters() if name.endswith("gate.weight")]
+    assert 0 <= size.layer_weights - linear - visited <= sum(each.numel() for each in routers)
+
+
 def test_of_experts_those_count_that_a_token_visits() -> None:
     config = {**FAMILIES["qwen3_moe"].config, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     once, thrice = DecoderSize.of(config), DecoderSize.of({**config, "num_experts_per_tok": 6})
