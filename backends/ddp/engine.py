@@ -59,9 +59,6 @@ class DdpTrainEngine(HfTrainEngine):
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
-    def _backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
-
     @property
     def _grad_P(self) -> Tensor:
         assert self.flat.grad_P is not None

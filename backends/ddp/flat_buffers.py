@@ -110,8 +110,8 @@ class FlatAdamW:
         self.exp_avg_sq_P = torch.zeros_like(flat.master_P)
         spans = slice(0, flat.num_decayed), slice(flat.num_decayed, None)
         parts = [nn.Parameter(flat.master_P[span]) for span in spans]
-        matrices, others = ([part] if part.numel() else [] for part in parts)
-        self.adamw = make_adamw(matrices, others, config)
+        dims = [(part, ndim) for part, ndim in zip(parts, (2, 1), strict=True) if part.numel()]
+        self.adamw = make_adamw(dims, config)
         for part, span in zip(parts, spans, strict=True):
             part.grad = flat.grad_P[span]
             if part.numel():

@@ -15,16 +15,14 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from backends.fsdp2.sharding import ShardMesh, allocate, cut_tensors, gathering_dtype, shard_policy
-from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank
 from backends.train.adamw import MOMENTS, gradient_norm, make_adamw, make_state, set_learning_rate, set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.policy import Policy
-from backends.train.role_group import heaviest_of_any_rank, join_group, most_of_any_rank, pretended_group
+from backends.train.role_group import join_group, pretended_group
 from backends.train.tensor_shards import Shard
-from backends.weights.checksum import checksum_bytes, checksum_weights
-from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
+from backends.weights.tensor_bytes import DTYPES, wire_dtype
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.role_section import DType
 from specs.wire.as_built import ModelBuilt
@@ -33,6 +31,8 @@ from specs.wire.role_config import TrainConfig
 
 class Fsdp2TrainEngine(HfTrainEngine):
     """Any Hugging Face causal language model that has a list of decoder layers."""
+
+    in_step = True  # every forward and backward pass gathers from all
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
@@ -54,9 +54,8 @@ class Fsdp2TrainEngine(HfTrainEngine):
         if config.optimizer is not None:
             learned = {name: self.weights[name] for name in self._learned() if self.weights[name].local.numel()}
             self.rows = {name: nn.Parameter(weight.local) for name, weight in learned.items()}
-            matrices = [rows for name, rows in self.rows.items() if learned[name].tensor.ndim >= 2]
-            others = [rows for name, rows in self.rows.items() if learned[name].tensor.ndim < 2]
-            self.adamw = make_adamw(matrices, others, config.optimizer)
+            dims = [(rows, learned[name].tensor.ndim) for name, rows in self.rows.items()]
+            self.adamw = make_adamw(dims, config.optimizer)
             make_state(self.adamw, self.rows.values())
 
     @classmethod
@@ -80,21 +79,10 @@ class Fsdp2TrainEngine(HfTrainEngine):
 
     def _built(self) -> ModelBuilt:
         """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
-        parameters = {name for name, weight in self.weights.items() if isinstance(weight.tensor, torch.nn.Parameter)}
-        computed = dict.fromkeys(parameters, self.compute)
-        digests = [
-            (base_name(name), checksum_bytes(tensor_bytes(full.to(computed.get(name, full.dtype)))))
-            for name, full in self._full_weights(self.weights, computed)
-            if not is_adapter(name)
-        ]
-        about = describe(self.policy.model, self.config.model, checksum=False)
-        return about.model_copy(
-            update={
-                "dtype": wire_dtype(self._gathered_dtype()),
-                "mesh": self.mesh.axes,
-                "weights_checksum": checksum_weights(digests),
-            }
-        )
+        computed = {name: self.compute for name, cut in self.weights.items() if isinstance(cut.tensor, nn.Parameter)}
+        full = self._full_weights(self.weights, computed)
+        weights = ((name, tensor.to(computed.get(name, tensor.dtype))) for name, tensor in full)
+        return self._described(weights, dtype=wire_dtype(self._gathered_dtype()), mesh=self.mesh.axes)
 
     def _gathered_dtype(self) -> torch.dtype:
         """Read back from a layer that has been gathered: what its forward pass computes in."""
@@ -111,13 +99,6 @@ class Fsdp2TrainEngine(HfTrainEngine):
             unit.reshard()
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
-
-    def _rounds(self, micro_batches: int) -> int:
-        """The maximum over ranks: every forward and backward pass gathers from all."""
-        return most_of_any_rank(micro_batches, self.device)
-
-    def _heaviest(self, work: Sequence[float]) -> list[float]:
-        return heaviest_of_any_rank(work, self.device)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         root = self.units[-1]  # the policy

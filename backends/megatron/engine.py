@@ -32,6 +32,7 @@ from backends.packed.row_ops import copy_rows
 from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank
+from backends.train.adamw import set_steps
 from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics, TensorKind
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask, LossTask
@@ -40,8 +41,7 @@ from backends.train.score_head import ValueLossTask, ValueTask, value_loss
 from backends.train.tensor_shards import Shard, whole
 from backends.train.verify_packing import verify_own_packing
 from backends.ulysses.shared_batch import SharedBatch
-from backends.weights.checksum import checksum_bytes, checksum_weights
-from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes
+from backends.weights.tensor_bytes import DTYPES, named_weights
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
 from specs.schema.role_section import DType
@@ -114,21 +114,16 @@ class MegatronTrainEngine(HfTrainEngine):
         return OnMeta(about, not_seen=("mesh", "options", *head))
 
     def _built(self) -> ModelBuilt:
-        every = list(self.shapes)
-        digests = (
-            (name, checksum_bytes(tensor_bytes(weight))) for name, weight in self._everywhere(every, computed=True)
-        )
         group = self.group
         experts = (group.expert_ranks, group.expert_tensor.size())
         mesh = mesh_axes(group.replicas, group.stages, group.tensor_ranks, experts, group.context.size)
         asked = self.config.engine.library_config(self.config.model.dtype, self.config.optimizer, str(self.device))
-        found = {
-            "attn_function": _ATTENTION,
-            "mesh": mesh,
-            "weights_checksum": checksum_weights(digests),
-            "options": self.core.options({**asked["megatron"], "transformer_impl": None}),
-        }
-        return describe(self.policy.model, self.config.model, checksum=False).model_copy(update=found)
+        return self._described(
+            self._everywhere(list(self.shapes), computed=True),
+            attn_function=_ATTENTION,
+            mesh=mesh,
+            options=self.core.options({**asked["megatron"], "transformer_impl": None}),
+        )
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
@@ -170,13 +165,9 @@ class MegatronTrainEngine(HfTrainEngine):
         return self.group.of_context(self.group.from_last_stage(said)).cpu().numpy()
 
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
-        columns_of = self._loss_columns(batch, loss, scale)
-
-        def task_of(micro: MicroBatch, staging: Staging) -> Task:
-            return self._loss_task(micro, columns_of(micro, staging), loss, staging)
-
         # Gradients of nothing, where other ranks wait for them.
-        rows, answer = self._rows(micros, max(micros.rounds, int(self.core.overlaps)), task_of)
+        count = max(micros.rounds, int(self.core.overlaps))
+        rows, answer = self._rows(micros, count, self._loss_tasks(batch, loss, scale))
         if rows:
             self.gradients_are_zero = False
         results = self.core.learn(rows, answer)
@@ -229,9 +220,6 @@ class MegatronTrainEngine(HfTrainEngine):
 
     def _rounds(self, micro_batches: int) -> int:
         return self.group.most_of_replicas(micro_batches) if self.group.replicas_meet else micro_batches
-
-    def _backward(self, loss: Tensor, *, last: bool) -> None:
-        raise NotImplementedError("the pipeline schedule runs the backward pass")
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
@@ -298,7 +286,8 @@ class MegatronTrainEngine(HfTrainEngine):
         return list(self.shapes) if self.core.optimizer is not None else []
 
     def _loaded(self, optimizer_steps: int) -> None:
-        self.weights.set_steps(optimizer_steps)
+        for adamw in self.weights.adamw:
+            set_steps(adamw, optimizer_steps)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 

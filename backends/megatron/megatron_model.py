@@ -50,12 +50,7 @@ class MegatronModel:
         self.group, self.table = group, table
         dtype = DTYPES[config.model.dtype]
         check_options(config)
-        configs = [
-            transformer_config(
-                model, model_map, table, dtype=dtype, recompute=config.gradient_checkpointing, stage=stage
-            )
-            for stage in group.own_stages
-        ]
+        configs = [transformer_config(model, model_map, table, config, stage) for stage in group.own_stages]
         self.config = configs[0]
         positions = config.model.max_sequence_tokens
         self.chunks: list[Stage] = [
@@ -66,9 +61,8 @@ class MegatronModel:
         for stage in self.chunks:
             stage.train()  # recomputes activations then; there is no dropout
         chunk = table.logits_chunk(model_map.vocabulary, on_gpu=torch.cuda.is_available())
-        columns = part_of(
-            padded_vocabulary(model_map.vocabulary, group.tensor_ranks), group.tensor_rank, group.tensor_ranks
-        )
+        rows = padded_vocabulary(model_map.vocabulary, group.tensor_ranks)
+        columns = part_of(rows, group.tensor_rank, group.tensor_ranks)
         real = min(columns.stop, model_map.vocabulary) - columns.start
         self.vocabulary = VocabPart(group.tensor, columns.start, real, chunk)
         self.wrapped: list[Any] = list(self.chunks)

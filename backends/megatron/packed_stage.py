@@ -37,9 +37,11 @@ from backends.train.rms_norm import rms_norm
 from backends.ulysses.exchange import heads_to_rows, rows_to_heads
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from backends.ulysses.split_attention import for_each_rank
+from backends.weights.tensor_bytes import DTYPES
 from specs.errors import ModelError
 from specs.schema.engines.megatron_config import LOCAL, TRANSFORMER_ENGINE
 from specs.schema.engines.megatron_table import MegatronTable
+from specs.wire.role_config import TrainConfig
 
 
 @dataclass
@@ -133,29 +135,23 @@ class Stage(GPTModel):  # type: ignore[misc]
 
 
 def transformer_config(
-    model: PreTrainedModel,
-    model_map: ModelMap,
-    table: MegatronTable,
-    *,
-    dtype: torch.dtype,
-    recompute: bool | int,
-    stage: int,
+    model: PreTrainedModel, model_map: ModelMap, table: MegatronTable, config: TrainConfig, stage: int
 ) -> TransformerConfig:
-    """Megatron's configuration of a Hugging Face model. `recompute`: the layers whose activations are recomputed, the
-    first so many of the model, or all. Raises ModelError for what its layers do not compute."""
+    """Return Megatron's configuration of a Hugging Face model, for one of its groups of layers. Raises ModelError for
+    what its layers do not compute."""
     text: Any = model.config.get_text_config()
     if text.hidden_act != "silu":
         raise ModelError(f"Megatron's layers here compute silu, and this model {text.hidden_act}")
     if set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
         raise ModelError("the engine megatron has no sliding window, which this model has")
     each = text.num_hidden_layers // (table.pipeline_parallel * table.virtual_pipeline)
+    recompute = config.gradient_checkpointing  # of the first so many layers of the model, or all
     layers = each if recompute is True else min(each, max(0, int(recompute) - stage * each))  # of this stage
     recomputed = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
-    free = {
-        "batch_p2p_comm": table.virtual_pipeline == 1,
-        "transformer_impl": TRANSFORMER_ENGINE if model_map.fused_norms else LOCAL,
-    }
+    free = {"transformer_impl": TRANSFORMER_ENGINE if model_map.fused_norms else LOCAL}
+    dtype = DTYPES[config.model.dtype]
     settings: dict[str, Any] = dict(
+        **table.settings(config.model.dtype, None).fixed,
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         num_attention_heads=model_map.heads.query,
@@ -171,40 +167,25 @@ def transformer_config(
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=table.tensor_parallel,
-        pipeline_model_parallel_size=table.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=table.virtual_pipeline if table.virtual_pipeline > 1 else None,
-        sequence_parallel=table.tensor_sequence_parallel,
-        context_parallel_size=table.context_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,
-        # Stages that take turns send both ways at once, which two ranks mix up when it is one batch.
-        overlap_p2p_comm=table.virtual_pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # the other one takes rows of one length alone
-        calculate_per_token_loss=True,  # gradients are summed over ranks; losses divide by global counts
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
         async_tensor_model_parallel_allreduce=torch.cuda.is_available(),
         **(recomputed if layers else {}),
-        **(_experts(text, model_map.experts, table) if model_map.experts else {}),
+        **(_experts(text, model_map.experts) if model_map.experts else {}),
     )
     return with_options(TransformerConfig, settings, {**free, **table.megatron})
 
 
-def _name_what_is_missing() -> None:
-    """Megatron-core 0.16's router asks whether it has TransformerEngine's multiplication under a name that does not
-    exist without it."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def _experts(text: Any, experts: Experts, table: MegatronTable) -> dict[str, Any]:
+def _experts(text: Any, experts: Experts) -> dict[str, Any]:
     """Options of a router that takes the likeliest experts, as many for every token, and drops none. There is no
     auxiliary loss, as in the other engines."""
-    _name_what_is_missing()
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Megatron-core 0.16's router asks for TransformerEngine's under this name, which does not exist without it.
+        moe_utils.te_general_gemm = None
     chosen = text.num_experts_per_tok
     normalised = getattr(text, "norm_topk_prob", True)  # Mixtral always does so, and has no such key
     if normalised and chosen == 1:
@@ -218,8 +199,6 @@ def _experts(text: Any, experts: Experts, table: MegatronTable) -> dict[str, Any
         "moe_router_pre_softmax": not normalised,  # else it is over the chosen alone, which is the same normalised
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "expert_model_parallel_size": table.expert_parallel,
-        "expert_tensor_parallel_size": table.expert_tensor_parallel or table.tensor_parallel,
     }
 
 

@@ -70,12 +70,6 @@ class ShardedWeights:
         moments = (state[kind] for adamw in self.adamw for state in adamw.state.values() for kind in MOMENTS)
         return [*(main.detach() for main in self.masters()), *moments]
 
-    def set_steps(self, steps: int) -> None:
-        """How many steps were made: Adam's bias correction depends on it."""
-        for adamw in self.adamw:
-            for state in adamw.state.values():
-                state["step"].fill_(steps)
-
     def _slice(self, parameter: nn.Parameter, kind: Kind) -> tuple[int, Tensor] | None:
         """First element and values of this rank's slice of the master or of a moment; None where it has none."""
         for optimizer in self.optimizers:

@@ -9,7 +9,6 @@ N: rows (loss tokens), E: hidden size, V: this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from backends.train.lm_head import LogprobTask, LossResult, LossTask, add_product
-from backends.train.losses import policy_loss
+from backends.train.lm_head import LogprobTask, LossResult, LossTask, add_product, backward_of_rows, chunks_of
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,6 @@ class VocabPart:
     start: int
     real: int
     chunk: int
-
-    def chunks(self, count: int) -> Iterator[tuple[int, int]]:
-        return ((start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
 
     def sum(self, partial: Tensor) -> Tensor:
         """Over the tensor ranks, in place."""
@@ -79,7 +74,7 @@ def logprobs(hidden_NE: Tensor, weight_VE: Tensor, task: LogprobTask, part: Voca
     """log softmax(logits / temperature) at the targets, [N], on every rank, without gradient."""
     found = [
         Softmax.of(part.logits(hidden_NE[a:b], weight_VE), task.target_N[a:b], task.temperature, part).logprob_N
-        for a, b in part.chunks(len(hidden_NE))
+        for a, b in chunks_of(len(hidden_NE), part.chunk)
     ]
     return torch.cat(found) if found else hidden_NE.new_zeros(0, dtype=torch.float32)
 
@@ -98,7 +93,7 @@ class _VocabLoss(torch.autograd.Function):
         loss = torch.zeros((), device=hidden_NE.device)
         sums = torch.zeros(len(task.loss.summed()), dtype=torch.float64, device=hidden_NE.device)
         maxima = torch.full((len(task.loss.maxima()),), -torch.inf, device=hidden_NE.device)
-        for a, b in part.chunks(len(hidden_NE)):
+        for a, b in chunks_of(len(hidden_NE), part.chunk):
             chunk_NE = hidden_NE[a:b]
             logits_NV = part.logits(chunk_NE, weight_VE)
             chunk_loss, chunk_sums, chunk_maxima, grad_NV = _chunk_loss(logits_NV, task, a, b, part)
@@ -125,16 +120,9 @@ def _chunk_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do the same as `_chunk_loss` of `backends/train/lm_head.py`, with the gradient by this rank's logits."""
     found = Softmax.of(logits_NV, task.target_N[a:b], task.temperature, part)
-    with torch.enable_grad():
-        logprob_N, entropy_N = found.logprob_N.requires_grad_(), found.entropy_N.requires_grad_()
-        loss, sums, maxima = policy_loss(logprob_N, entropy_N, task.columns.slice(a, b), task.loss)
-        grad_logprob_N, grad_entropy_N = torch.autograd.grad(loss, (logprob_N, entropy_N), allow_unused=True)
     logp_NV = found.above_NV.sub_(found.log_N[:, None])
-    grad_NV = logp_NV.exp()
-    if grad_entropy_N is None:
-        grad_NV.mul_(-grad_logprob_N[:, None])
-    else:
-        factor_NV = logp_NV.add_(entropy_N.detach()[:, None]).mul_(-grad_entropy_N[:, None])
-        grad_NV.mul_(factor_NV.sub_(grad_logprob_N[:, None]))
+    loss, sums, maxima, grad_logprob_N, grad_NV = backward_of_rows(
+        found.logprob_N, found.entropy_N, task, a, b, logp_NV.exp(), logp_NV
+    )
     grad_NV.scatter_add_(1, found.local_N[:, None], (grad_logprob_N * found.inside_N)[:, None])
-    return loss.detach(), sums, maxima, grad_NV if task.temperature == 1.0 else grad_NV.div_(task.temperature)
+    return loss, sums, maxima, grad_NV if task.temperature == 1.0 else grad_NV.div_(task.temperature)

@@ -6,7 +6,7 @@ State exists from the start, so that a trainer that has not stepped yet saves an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE, GPU_PIECE = 2**20, 2**24
 
 
-def make_adamw(
-    matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], config: Optimizer
-) -> torch.optim.AdamW:
-    groups = [
-        {"params": list(parameters), "weight_decay": decay}
-        for parameters, decay in ((matrices, config.weight_decay), (others, 0.0))
-        if parameters
-    ]
+def make_adamw(dims: Iterable[tuple[nn.Parameter, int]], config: Optimizer) -> torch.optim.AdamW:
+    """Return the optimizer of parameters, each with the number of its dims in the model: two make a matrix."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter, ndim in dims:
+        (matrices if ndim >= 2 else others).append(parameter)
+    decays = ((matrices, config.weight_decay), (others, 0.0))
+    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in decays if parameters]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from backends.packed.staging import Staging
 from backends.packed.state_layers import prove_gradients
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.train import weight_export
+from backends.train.adamw import MOMENTS
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask, LossResult, LossTask
 from backends.train.lora import Adapters
@@ -52,14 +53,21 @@ from backends.train.losses import TokenColumns, sequence_columns
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import HeldModel, Make, Policy, Task, hold_model
 from backends.train.rng import read_rng, write_rng
-from backends.train.role_group import join_group, leave_group, pretended_group
+from backends.train.role_group import (
+    heaviest_of_any_rank,
+    join_group,
+    leave_group,
+    most_of_any_rank,
+    pretended_group,
+)
 from backends.train.score_head import ValueColumns, ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainer_state import TrainerState, lr_at
 from backends.train.verify_packing import verify_packing
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
 from backends.ulysses.shared_batch import SharedBatch, share_batch, sum_of_ranks
-from backends.weights.tensor_bytes import DTYPES
+from backends.weights.checksum import checksum_bytes, checksum_weights
+from backends.weights.tensor_bytes import DTYPES, tensor_bytes
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.mesh import SEQUENCE
@@ -173,6 +181,13 @@ class HfTrainEngine(TrainEngine):
     def _built(self) -> ModelBuilt:
         """Describe the model, its head aside. All ranks call it together."""
 
+    def _described(self, weights: Iterable[tuple[str, Tensor]], **found: Any) -> ModelBuilt:
+        """Describe a model that no rank holds whole, with what is `found` of it. `weights`: whole, one after another,
+        as the forward pass reads them; all ranks iterate together."""
+        digests = [(base_name(name), checksum_bytes(tensor_bytes(w))) for name, w in weights if not is_adapter(name)]
+        found["weights_checksum"] = checksum_weights(digests)
+        return describe(self.policy.model, self.config.model, checksum=False).model_copy(update=found)
+
     def _verify(self, computes_in: torch.dtype | None = None) -> None:
         """Prove that what was built computes what transformers' model does. All ranks call it together. `computes_in`:
         precision of the forward pass, where that is not the parameters' own. Raises ModelError."""
@@ -193,21 +208,20 @@ class HfTrainEngine(TrainEngine):
 
     # ── what an engine says about itself ──────────────────────────────────────────────────────────
 
-    def _rounds(self, micro_batches: int) -> int:
-        """Forward passes that this rank makes for its `micro_batches`. An engine whose forward pass needs all ranks
-        returns the most that any of them has; the missing ones compute nothing of value."""
-        return micro_batches
+    # Whether a forward pass needs all ranks: each makes as many as any of them, and some compute nothing of value.
+    in_step: ClassVar[bool] = False
 
-    # What `_rounds` is of numbers of micro-batches, of their work: `Packing.heaviest`.
-    _heaviest: Callable[[Sequence[float]], Sequence[float]] | None = None
+    def _rounds(self, micro_batches: int) -> int:
+        """Return the forward passes that this rank makes for its `micro_batches`."""
+        return most_of_any_rank(micro_batches, self.device) if self.in_step else micro_batches
 
     def _run(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """`policy`, through whatever the engine wraps around it."""
         return self.policy(row, rows_N, task)
 
-    @abstractmethod
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         """Add to the gradients. `last`: no micro-batch of this `forward_backward` follows."""
+        loss.backward()
 
     @abstractmethod
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
@@ -250,7 +264,8 @@ class HfTrainEngine(TrainEngine):
         group, model = self.sequences, self.policy.model
         budget = Budget(self.config.micro_batch_tokens, group.size, f"{self.config.role}.micro_batch_tokens")
         part = partial(part_of, group=group)
-        return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part, self._heaviest)
+        heaviest = partial(heaviest_of_any_rank, device=self.device) if self.in_step else None
+        return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part, heaviest)
 
     def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
         """A micro-batch's row, or this rank's part of it, and the rows whose targets count."""
@@ -260,16 +275,11 @@ class HfTrainEngine(TrainEngine):
         return row, RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
 
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
-        if has_score_layer(self.policy.model):
-            raise self._no_lm_head()
-        without = self._without_adapters() if not adapters else nullcontext()
-        with without:
+        self._check_head(scores=False)
+        assert adapters or self.adapters is not None, "this model has no adapters"
+        with nullcontext() if adapters or self.adapters is None else self.adapters.off():
             shared = self._share(batch)
             return self._logprobs(shared.batch)[shared.own_T]
-
-    def _without_adapters(self) -> AbstractContextManager[None]:
-        assert self.adapters is not None, "this model has no adapters"
-        return self.adapters.off()
 
     def _logprobs(self, batch: Batch) -> NDArray[np.float32]:
         def task(micro: MicroBatch, staging: Staging) -> LogprobTask:
@@ -278,15 +288,13 @@ class HfTrainEngine(TrainEngine):
         return self._head_column(self._packing.micro_batches(batch), batch.num_tokens, task)
 
     def values(self, batch: Batch) -> NDArray[np.float32]:
-        if not has_score_layer(self.policy.model):
-            raise self._no_scalar_head()
+        self._check_head(scores=True)
         shared = self._share(batch)
         micros = self._packing.micro_batches(shared.batch)
         return self._head_column(micros, shared.batch.num_tokens, lambda *_: ValueTask())[shared.own_T]
 
     def scores(self, batch: Batch) -> NDArray[np.float32]:
-        if not has_score_layer(self.policy.model):
-            raise self._no_scalar_head()
+        self._check_head(scores=True)
         shared = self._share(batch)
         micros = self._packing.last_token_micro_batches(shared.batch)
         return self._head_column(micros, len(shared.batch), lambda *_: ValueTask())[shared.own_B]
@@ -311,14 +319,14 @@ class HfTrainEngine(TrainEngine):
             activity.count("micro-batch")
         return sum_of_ranks(column, self.sequences.group, self.device)
 
-    def _check_head(self, loss: AnyLoss) -> None:
-        """Raises ModelError for a loss that this model's head cannot have."""
-        if has_score_layer(self.policy.model) != isinstance(loss, ValueLoss):
-            raise self._no_scalar_head() if isinstance(loss, ValueLoss) else self._no_lm_head()
+    def _check_head(self, *, scores: bool) -> None:
+        """Raise ModelError unless the head gives one number for each token (`scores`), or logits."""
+        if has_score_layer(self.policy.model) != scores:
+            raise self._no_scalar_head() if scores else self._no_lm_head()
 
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
-        self._check_head(loss)
+        self._check_head(scores=isinstance(loss, ValueLoss))
         shared = self._share(batch).batch
         micros = self._packing.micro_batches(shared)
         read = self._gradients_of(shared, micros, loss, scale)
@@ -330,97 +338,62 @@ class HfTrainEngine(TrainEngine):
 
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
         """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0."""
-        columns_of = self._loss_columns(batch, loss, scale)
+        task_of = self._loss_tasks(batch, loss, scale)
         metrics = LossMetrics(loss, self.device)
         for number in range(micros.rounds):
-            last = number == micros.rounds - 1
             micro = micros[number] if number < len(micros) else NOTHING
             staging = Staging(self.device)
-            columns = columns_of(micro, staging)
-            _, sums, maxima = self._forward_backward(micro, columns, loss, last, staging)
+            row, rows_N = self._row(micro, staging)
+            task = task_of(micro, staging)
+            staging.send()
+            self.gradients_are_zero = False
+            with row.attending():
+                result: LossResult = self._run(row, rows_N, task)
+                self._backward(result[0], last=number == micros.rounds - 1)
+            activity.count("micro-batch")
             if micro is not NOTHING:
-                metrics.add(sums, maxima)
+                metrics.add(*result[1:])
         return metrics.read()
 
-    def _loss_columns(
+    def _loss_tasks(
         self, batch: Batch, loss: AnyLoss, scale: LossScale
-    ) -> Callable[[MicroBatch, Staging], TokenColumns | ValueColumns]:
-        """Return a function that makes the loss's columns of a micro-batch. Where the loss needs numbers of whole
-        sequences, it makes a pass without gradients first."""
+    ) -> Callable[[MicroBatch, Staging], LossTask | ValueLossTask]:
+        """Return a function that makes the task of a micro-batch; that of `NOTHING` has a loss and gradients of zero.
+        Where the loss needs numbers of whole sequences, make a pass without gradients first."""
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
-
-        def columns(micro: MicroBatch, staging: Staging) -> TokenColumns | ValueColumns:
-            if micro is NOTHING:
-                return self._no_columns(loss)
-            return self._columns(batch, micro, weight_T, of_sequence_T, loss, staging)
-
-        return columns
-
-    def _forward_backward(
-        self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, last: bool, staging: Staging
-    ) -> LossResult:
-        row, rows_N = self._row(micro, staging)
-        task = self._loss_task(micro, columns, loss, staging)
-        staging.send()
-        self.gradients_are_zero = False
-        with row.attending():
-            result: LossResult = self._run(row, rows_N, task)
-            self._backward(result[0], last=last)
-        activity.count("micro-batch")
-        return result
-
-    def _loss_task(
-        self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, staging: Staging
-    ) -> LossTask | ValueLossTask:
-        if isinstance(loss, ValueLoss):
-            assert isinstance(columns, ValueColumns)
-            return ValueLossTask(columns, loss)
-        assert isinstance(columns, TokenColumns)
-        assert isinstance(loss, Loss)
-        return LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
-
-    def _columns(
-        self,
-        batch: Batch,
-        micro: MicroBatch,
-        weight_T: NDArray[np.float32],
-        of_sequence_T: Mapping[str, NDArray[np.float32]],
-        loss: AnyLoss,
-        staging: Staging,
-    ) -> TokenColumns | ValueColumns:
-        def column(name: str) -> Tensor:
-            return staging.put(batch[name][micro.column_N].astype(np.float32))
-
-        weight_N = staging.put(weight_T[micro.column_N])
-        if isinstance(loss, ValueLoss):
-            return ValueColumns(weight_N, old_value_N=column("value_T"), return_N=column("return_T"))
-        return TokenColumns(
-            weight_N=weight_N,
-            advantage_N=column("advantage_T"),
-            rollout_logprob_N=column("rollout_logprob_T"),
-            old_logprob_N=column("old_logprob_T") if "old_logprob_T" in loss.columns else None,
-            ref_logprob_N=column("ref_logprob_T") if "ref_logprob_T" in loss.columns else None,
-            of_sequence={name: staging.put(value_T[micro.column_N]) for name, value_T in of_sequence_T.items()},
-            correction_N=column("correction_T") if "correction_T" in loss.columns else None,
-            covariant_N=column("covariant_T") if "covariant_T" in loss.columns else None,
-        )
-
-    def _no_columns(self, loss: AnyLoss) -> TokenColumns | ValueColumns:
-        """The columns of `NOTHING`: its loss and all its gradients are zero."""
         zero_N = torch.zeros(1, device=self.device)
-        if not isinstance(loss, Loss):
-            return ValueColumns(zero_N, zero_N, zero_N)
-        old_N, ref_N = (zero_N if name in loss.columns else None for name in ("old_logprob_T", "ref_logprob_T"))
-        of_sequence = dict.fromkeys(loss.sequence_columns, zero_N)
-        correction_N, covariant_N = (zero_N if given else None for given in (loss.corrected, loss.selects_covariant))
-        return TokenColumns(zero_N, zero_N, zero_N, old_N, ref_N, of_sequence, correction_N, covariant_N)
+
+        def task_of(micro: MicroBatch, staging: Staging) -> LossTask | ValueLossTask:
+            def values(column_T: NDArray[Any]) -> Tensor:
+                return zero_N if micro is NOTHING else staging.put(column_T[micro.column_N].astype(np.float32))
+
+            def column(name: str) -> Tensor | None:
+                return values(batch[name]) if name in loss.columns else None
+
+            if isinstance(loss, ValueLoss):
+                return ValueLossTask(
+                    ValueColumns(values(weight_T), values(batch["value_T"]), values(batch["return_T"])), loss
+                )
+            assert isinstance(loss, Loss)
+            columns = TokenColumns(
+                weight_N=values(weight_T),
+                advantage_N=values(batch["advantage_T"]),
+                rollout_logprob_N=values(batch["rollout_logprob_T"]),
+                old_logprob_N=column("old_logprob_T"),
+                ref_logprob_N=column("ref_logprob_T"),
+                of_sequence={name: values(value_T) for name, value_T in of_sequence_T.items()},
+                correction_N=column("correction_T"),
+                covariant_N=column("covariant_T"),
+            )
+            return LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
+
+        return task_of
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
-        if has_score_layer(self.policy.model):
-            raise self._no_lm_head()
+        self._check_head(scores=False)
         completions = [GreedyCompletion([], []) for _ in prompts]
         limit = self.config.micro_batch_tokens * self.sequences.size  # no sequence is longer; each rank runs all
         for _ in range(new_tokens):
@@ -528,9 +501,7 @@ class HfTrainEngine(TrainEngine):
         ShardReader(folder, "model").load(self._saved_shards(), kinds)
         if self.config.optimizer is not None:
             moments = {
-                f"{name}.{moment}": (kinds[name][0], torch.float32)
-                for name in self._learned()
-                for moment in ("exp_avg", "exp_avg_sq")
+                f"{name}.{moment}": (kinds[name][0], torch.float32) for name in self._learned() for moment in MOMENTS
             }
             ShardReader(folder, "optimizer").load(self._moment_shards(), moments)
         self.state = saved

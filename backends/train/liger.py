@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from backends.hf.score_layer import backbone
@@ -120,9 +120,7 @@ def _twin(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> P
                 parameter.normal_(1.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.05)
-    move: Any = twin.to
-    moved: PreTrainedModel = move(device=device, dtype=dtype)
-    return moved
+    return nn.Module.to(twin, device=device, dtype=dtype)
 
 
 def _computed(model: PreTrainedModel) -> list[Tensor]:

@@ -11,7 +11,7 @@ N: rows (loss tokens), E: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ LossResult = tuple[Tensor, Tensor, Tensor]
 class Head:
     """Installs itself as the forward of the model's output layer.
 
-    `head(hidden)` gives logits in fp32 as the model's own forward pass computes them; with a task, what the task asks.
+    `answer` gives what a task asks, or logits in fp32 as the model's own forward pass computes them.
     The call goes through the module, hooks and all.
     """
 
@@ -74,28 +74,17 @@ class Head:
     def answer(self, hidden_NE: Tensor, task: LogprobTask | LossTask | None) -> Any:
         """Answer the task; without one return the logits [N, V]."""
         if task is None:
-            return self(hidden_NE)
-        return self.logprob(hidden_NE, task) if isinstance(task, LogprobTask) else self.loss(hidden_NE, task)
+            return self.logits(self.linear(hidden_NE))
+        logits_bytes = min(self.chunk, len(hidden_NE)) * self.model.config.get_text_config().vocab_size * 4
+        on_heap = hidden_NE.device.type != "cpu" or logits_bytes <= NEVER_FROM_THE_HEAP
+        if isinstance(task, LogprobTask) and not on_heap:
+            hand_back("cpu")  # what the layers left free, which the logits cannot use
+        return self.linear(hidden_NE, task)
 
     def by_own_forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits [T, V] of the model's own forward pass of one sequence."""
         logits: Tensor = self.model(**inputs).logits[0].float()
         return logits
-
-    def __call__(self, hidden_NE: Tensor) -> Tensor:
-        return self.logits(self.linear(hidden_NE))
-
-    def logprob(self, hidden_NE: Tensor, task: LogprobTask) -> Tensor:
-        """[N], without gradient."""
-        logits_bytes = min(self.chunk, len(hidden_NE)) * self.model.config.get_text_config().vocab_size * 4
-        if hidden_NE.device.type == "cpu" and logits_bytes > NEVER_FROM_THE_HEAP:
-            hand_back("cpu")  # what the layers left free, which the logits cannot use
-        out: Tensor = self.linear(hidden_NE, task)
-        return out
-
-    def loss(self, hidden_NE: Tensor, task: LossTask) -> LossResult:
-        out: LossResult = self.linear(hidden_NE, task)
-        return out
 
     def _forward(self, hidden_NE: Tensor, task: LogprobTask | LossTask | None = None) -> Any:
         weight, bias = self.linear.weight, self.linear.bias
@@ -105,12 +94,9 @@ class Head:
             return _HeadLoss.apply(hidden_NE, weight, bias, self, task)
         parts = [
             target_logprob(self.logits(F.linear(hidden_NE[a:b], weight, bias)), task.target_N[a:b], task.temperature)
-            for a, b in self.chunks(len(hidden_NE))
+            for a, b in chunks_of(len(hidden_NE), self.chunk)
         ]
         return torch.cat(parts) if parts else hidden_NE.new_zeros(0, dtype=torch.float32)
-
-    def chunks(self, count: int) -> Iterator[tuple[int, int]]:
-        return ((start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
 
     def logits(self, linear_NV: Tensor) -> Tensor:
         """Logits in fp32 from the output of the linear layer."""
@@ -127,6 +113,11 @@ class Head:
         if capped_NV is not None and self.softcap is not None:
             grad_NV *= 1.0 - capped_NV.div_(self.softcap).square_()
         return grad_NV if self.scale == 1.0 else grad_NV.mul_(self.scale)
+
+
+def chunks_of(rows: int, size: int) -> list[tuple[int, int]]:
+    """Return first row and end of each chunk."""
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def target_logprob(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:
@@ -160,7 +151,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, head: Head, task: LossTask
     ) -> LossResult:
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        chunks = list(head.chunks(len(hidden_NE)))
+        chunks = chunks_of(len(hidden_NE), head.chunk)
         grad_NE = torch.empty_like(hidden_NE)
         added = head.linear.weight.grad if needs_weight and head.adds_gradient else None
         # Sums over chunks are made in fp32, whatever the weight's own dtype.
@@ -216,6 +207,16 @@ def _chunk_loss(logits_NV: Tensor, task: LossTask, a: int, b: int) -> tuple[Tens
     product_NV = p_NV * logp_NV if task.loss.entropy_coef else logp_NV.mul_(p_NV)
     entropy_N = -product_NV.sum(-1)
     del product_NV
+    loss, sums, maxima, grad_logprob_N, grad_NV = backward_of_rows(logprob_N, entropy_N, task, a, b, p_NV, logp_NV)
+    grad_NV.scatter_add_(1, target_N, grad_logprob_N[:, None])
+    return loss, sums, maxima, grad_NV if temperature == 1.0 else grad_NV.div_(temperature)
+
+
+def backward_of_rows(
+    logprob_N: Tensor, entropy_N: Tensor, task: LossTask, a: int, b: int, p_NV: Tensor, logp_NV: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return loss, sums and maxima of rows a … b-1, the loss's gradient by their log-probs, and that by their logits at
+    temperature 1, but for what is added at the targets. It lies in the memory of `p_NV`; `logp_NV` is used up."""
     with torch.enable_grad():
         logprob_N.requires_grad_()
         entropy_N.requires_grad_()
@@ -226,5 +227,4 @@ def _chunk_loss(logits_NV: Tensor, task: LossTask, a: int, b: int) -> tuple[Tens
     else:
         factor_NV = logp_NV.add_(entropy_N.detach()[:, None]).mul_(-grad_entropy_N[:, None])
         grad_NV = p_NV.mul_(factor_NV.sub_(grad_logprob_N[:, None]))
-    grad_NV.scatter_add_(1, target_N, grad_logprob_N[:, None])
-    return loss.detach(), sums, maxima, grad_NV if temperature == 1.0 else grad_NV.div_(temperature)
+    return loss.detach(), sums, maxima, grad_logprob_N, grad_NV

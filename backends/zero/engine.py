@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from backends.hf.adapter_names import base_name, is_adapter
+from backends.hf.adapter_names import is_adapter
 from backends.hf.hf_model import build_model, build_on_meta, describe
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies
@@ -23,10 +23,8 @@ from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_rate, set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.policy import Policy, Task
-from backends.train.role_group import heaviest_of_any_rank, most_of_any_rank
 from backends.train.tensor_shards import Shard, whole
-from backends.weights.checksum import checksum_bytes, checksum_weights
-from backends.weights.tensor_bytes import named_weights, tensor_bytes
+from backends.weights.tensor_bytes import named_weights
 from backends.zero.deepspeed_start import (
     check_keys,
     cut_model,
@@ -37,13 +35,15 @@ from backends.zero.deepspeed_start import (
 )
 from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, full_shape
 from specs.schema.engines.zero_table import ZeroTable
-from specs.schema.role_section import DType, Optimizer
+from specs.schema.role_section import DType
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import TrainConfig
 
 
 class ZeroTrainEngine(HfTrainEngine):
     """Any Hugging Face causal language model, under ZeRO stage 1, 2 or 3."""
+
+    in_step = True
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
@@ -61,7 +61,11 @@ class ZeroTrainEngine(HfTrainEngine):
                 # Ranks may run them in unequal numbers of batches: their parameters are gathered once for all of these.
                 deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
         self.policy = Policy(model, config)
-        self.adamw = None if config.optimizer is None else _adamw(self.policy, config.optimizer)
+        self.adamw: torch.optim.AdamW | None = None
+        if config.optimizer is not None:
+            # DeepSpeed puts its flat master weights in the place of each group's parameters.
+            dims = [(p, len(full_shape(p))) for p in self.policy.parameters() if p.requires_grad]
+            self.adamw = make_adamw(dims, config.optimizer)
         self.deepspeed: Any = None
         self.parts: Partitions | None = None
         if cuts or self.adamw is not None:
@@ -97,26 +101,20 @@ class ZeroTrainEngine(HfTrainEngine):
         mesh = {"shard": self.rank.world_size if parts is None else parts.shards}
         if not isinstance(parts, CutParameters):
             return describe(model, self.config.model, checksum=True).model_copy(update={"mesh": mesh})
-        own = {base_name(name): name for name in parts.weights if not is_adapter(name)}
-        digests = ((name, checksum_bytes(tensor_bytes(parts.full(held, master=False)))) for name, held in own.items())
         parameters: Iterator[tuple[str, Any]] = model.named_parameters()  # DeepSpeed adds `ds_numel` to each parameter
         sizes = {name: (int(p.ds_numel), bool(p.requires_grad)) for name, p in parameters}
-        found = {
-            "parameters": sum(size for name, (size, _) in sizes.items() if not is_adapter(name)),
-            "trainable_parameters": sum(size for size, learns in sizes.values() if learns),
-            "weights_checksum": checksum_weights(digests),
-            "mesh": mesh,
-        }
-        return describe(model, self.config.model, checksum=False).model_copy(update=found)
+        return self._described(
+            ((name, parts.full(name, master=False)) for name in parts.weights if not is_adapter(name)),
+            parameters=sum(size for name, (size, _) in sizes.items() if not is_adapter(name)),
+            trainable_parameters=sum(size for size, learns in sizes.values() if learns),
+            mesh=mesh,
+        )
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
     def _rounds(self, micro_batches: int) -> int:
         """At least one, so that DeepSpeed has seen a backward pass before it steps."""
-        return most_of_any_rank(max(1, micro_batches), self.device)
-
-    def _heaviest(self, work: Sequence[float]) -> list[float]:
-        return heaviest_of_any_rank(work, self.device)
+        return super()._rounds(max(1, micro_batches))
 
     def _run(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         return (self.deepspeed or self.policy)(row, rows_N, task)
@@ -197,11 +195,3 @@ class ZeroTrainEngine(HfTrainEngine):
         if self.deepspeed is not None:
             self.deepspeed.destroy()
         stop_deepspeed()
-
-
-def _adamw(policy: Policy, config: Optimizer) -> torch.optim.AdamW:
-    """Weight decay on matrices only. DeepSpeed puts its flat master weights in the place of each group's parameters."""
-    learned: list[nn.Parameter] = [p for p in policy.parameters() if p.requires_grad]
-    matrices = [p for p in learned if len(full_shape(p)) >= 2]
-    others = [p for p in learned if len(full_shape(p)) < 2]
-    return make_adamw(matrices, others, config)

@@ -97,7 +97,7 @@ class MegatronTable(TrainedHere):
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse meshes that do not fit the role's processes, what it does not do, and options that contradict."""
         role, section, optimizer = context.role, context.section, getattr(context.section, "optimizer", None)
-        settings = self._settings(context.dtype, optimizer)
+        settings = self.settings(context.dtype, optimizer)
         yield from MEGATRON.problems(role, optimizer is not None, self.megatron, settings)
         yield from self._layer_problems(context)
         if section.processes % self.group:
@@ -211,9 +211,9 @@ class MegatronTable(TrainedHere):
         """Return what the spec decides; the rest of its configuration is the model's own shape."""
         decided = dtype != "bf16" or not device.startswith("cuda")  # else whoever is there decides whose layers
         known = {"transformer_impl": LOCAL} if decided else {}
-        return {"megatron": {**known, **self._settings(dtype, optimizer).fixed, **self.megatron}}
+        return {"megatron": {**known, **self.settings(dtype, optimizer).fixed, **self.megatron}}
 
-    def _settings(self, dtype: DType, optimizer: Optimizer | None) -> Settings:
+    def settings(self, dtype: DType, optimizer: Optimizer | None) -> Settings:
         """Return what rlctl tells Megatron-core. `optimizer` None: a role that does not learn."""
         fixed: dict[str, object] = {
             "tensor_model_parallel_size": self.tensor_parallel,
@@ -222,12 +222,13 @@ class MegatronTable(TrainedHere):
             "expert_model_parallel_size": self.expert_parallel,
             "expert_tensor_parallel_size": self.ranks_of_expert,
             "bf16": dtype == "bf16",
-            "calculate_per_token_loss": True,
+            "calculate_per_token_loss": True,  # gradients are summed over ranks; losses divide by global counts
             "variable_seq_lengths": True,
             **({} if optimizer is None else {**GRADIENTS, **adam_settings(optimizer)}),
         }
         if self.virtual_pipeline > 1:
             fixed["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline
+            # Stages that take turns send both ways at once, which two ranks mix up when it is one batch.
             fixed |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         if self.context_parallel > 1:
             fixed["context_parallel_size"] = self.context_parallel

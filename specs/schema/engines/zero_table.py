@@ -11,15 +11,18 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, LEARNING, Part
 from specs.model_shapes import ModelTensors, ParameterShape
-from specs.schema.engines.deepspeed_config import DEEPSPEED, deepspeed_json, deepspeed_settings
+from specs.schema.engines.deepspeed_config import DEEPSPEED, ZERO
 from specs.schema.engines.engine_table import EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
-from specs.schema.engines.library_keys import Settings
+from specs.schema.engines.library_keys import Settings, leaves
 from specs.schema.engines.transformers_tables import HUGGING_FACE, OwnModules
 from specs.schema.mesh import Mesh
 from specs.schema.role_section import DType, Optimizer
 from specs.schema.roles import ROLES, RoleName
 from specs.text import show
+
+# DeepSpeed measures the gradient norm at every stage only when it clips; no norm in fp32 reaches this.
+_NEVER_CLIPS = 1e38
 
 
 class ZeroTable(OwnModules):
@@ -56,14 +59,52 @@ class ZeroTable(OwnModules):
         return None if getattr(self, own) else f"use more GPUs, or set {role}.engine.{own} = true"
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        return {"deepspeed": deepspeed_json(self._settings(dtype, optimizer, device), self.deepspeed)}
+        """Return DeepSpeed's configuration: what rlctl sets, and the spec's own keys, which merge at every depth."""
+        settings, config = self._settings(dtype, optimizer, device), dict[str, Any]()
+        for path, value in {**settings.fixed, **settings.defaults, **dict(leaves(self.deepspeed))}.items():
+            *tables, name = path.split(".")
+            inner = config
+            for table in tables:
+                inner = inner.setdefault(table, {})
+            inner[name] = value
+        return {"deepspeed": config}
 
     def _settings(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Settings:
-        offload = (self.offload_optimizer, self.offload_parameters)
-        return deepspeed_settings(dtype, optimizer, device, self.stage, offload=offload)
+        """Return what rlctl tells DeepSpeed. `optimizer` None: a role that does not learn."""
+        fixed: dict[str, object] = {
+            # Micro-batches are made by tokens, so DeepSpeed counts nothing: a step ends where the engine says.
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "data_types.grad_accum_dtype": "fp32",
+            f"{ZERO}.stage": self.stage,
+            f"{ZERO}.memory_efficient_linear": False,  # it would exchange torch's linear function in the whole process
+        }
+        defaults: dict[str, object] = {"communication_data_type": "fp32"}
+        if dtype == "bf16":
+            fixed |= {"bf16.enabled": True, "bf16.check_grad_overflow": True}
+        # DeepSpeed overlaps by default at stage 3 only. At stage 1 it reduces once, at the step, beside nothing.
+        (fixed if self.stage == 1 else defaults)[f"{ZERO}.overlap_comm"] = self.stage == 3
+        offloads = {"param": self.offload_parameters, "optimizer": self.offload_optimizer and optimizer is not None}
+        for what in (what for what, leaves_device in offloads.items() if leaves_device):
+            fixed[f"{ZERO}.offload_{what}.device"] = "cpu"
+            defaults[f"{ZERO}.offload_{what}.pin_memory"] = device.startswith("cuda")
+        if self.stage == 3:
+            defaults[f"{ZERO}.stage3_param_persistence_threshold"] = 100_000
+            defaults[f"{ZERO}.stage3_prefetch_bucket_size"] = 50_000_000
+        if optimizer is not None:
+            fixed |= {
+                "gradient_clipping": optimizer.max_grad_norm or _NEVER_CLIPS,
+                # torch's fused AdamW on both devices: DeepSpeed's own would be compiled at the first start.
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            }
+            for bucket in ("reduce", "allgather")[: 1 if self.stage == 3 else 2]:
+                defaults[f"{ZERO}.{bucket}_bucket_size"] = 50_000_000
+        return Settings(fixed, defaults)
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
-        config = self.library_config(held.dtype, held.optimizer, held.device)["deepspeed"]["zero_optimization"]
+        config = self.library_config(held.dtype, held.optimizer, held.device)["deepspeed"][ZERO]
         if self.stage == 3:
             yield from _zero3(held, self, config)
         elif held.optimizer is None:  # nothing to cut: without DeepSpeed

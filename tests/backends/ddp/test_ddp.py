@@ -257,7 +257,7 @@ def test_the_heads_loss_against_autograd(chunk: int, temperature: float, config:
         model.linear.weight.grad = torch.ones(11, 6)
         head.adds_gradient = adds
         if ours:
-            loss, sums, maxima = head.loss(leaf, LossTask(target, temperature, columns, algorithm))
+            loss, sums, maxima = head.answer(leaf, LossTask(target, temperature, columns, algorithm))
         else:
             logits = torch.nn.functional.linear(leaf, model.linear.weight, model.linear.bias)
             logp = torch.log_softmax(head.logits(logits) / temperature, -1)
@@ -268,8 +268,8 @@ def test_the_heads_loss_against_autograd(chunk: int, temperature: float, config:
         results.append((loss.detach(), sums.double(), maxima, *(grad.clone() for grad in grads)))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    logprob = head.logprob(hidden, LogprobTask(target, temperature))
-    torch.testing.assert_close(logprob, target_logprob(head(hidden), target, temperature))
+    logprob = head.answer(hidden, LogprobTask(target, temperature))
+    torch.testing.assert_close(logprob, target_logprob(head.answer(hidden, None), target, temperature))
 
 
 def test_no_row_at_all_has_gradients_of_zero() -> None:

@@ -73,10 +73,10 @@ def test_losses_and_gradients_are_those_of_the_whole_head(chunk: int, monkeypatc
     model = Model(weight_VE)
     head = Head(model, 100)  # type: ignore[arg-type]
     whole = hidden_NE.clone().requires_grad_()
-    value, sums, maxima = head.loss(whole, task)
+    value, sums, maxima = head.answer(whole, task)
     (2 * value).backward()
     for told, own_value, own_sums, own_maxima, grad_NE, _ in ours:
-        torch.testing.assert_close(told, head.logprob(hidden_NE, LogprobTask(target_N, 0.7)))
+        torch.testing.assert_close(told, head.answer(hidden_NE, LogprobTask(target_N, 0.7)))
         for mine, theirs in zip((own_value, own_sums, own_maxima), (value.detach(), sums, maxima), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(grad_NE, whole.grad)
