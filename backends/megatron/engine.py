@@ -37,10 +37,10 @@ from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics, 
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask, LossTask
 from backends.train.policy import Policy, Task, hold_model
+from backends.train.role_group import most_of_any_rank
 from backends.train.score_head import ValueLossTask, ValueTask, value_loss
 from backends.train.tensor_shards import Shard, whole
 from backends.train.verify_packing import verify_own_packing
-from backends.ulysses.shared_batch import SharedBatch
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
@@ -68,6 +68,7 @@ class MegatronTrainEngine(HfTrainEngine):
         held = self._hold_model(_without_memory)
         self.policy = Policy(held.model, config)
         self.group = ModelGroup(self.device)
+        self.sharers = self.group.model if self.group.model.size() > 1 else None
         fused = has_fused_norms(table, config.model.dtype)
         self.map = ModelMap.of(held.model, config.model.path, fused_norms=fused)
         self.core = MegatronModel(held.model, self.map, config, table, self.group)
@@ -127,12 +128,6 @@ class MegatronTrainEngine(HfTrainEngine):
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
-    def _share(self, batch: Batch) -> SharedBatch:
-        return self.group.joined(batch)
-
-    def _sharers(self) -> tuple[int, int]:
-        return self.group.model.size(), self.group.model.rank()
-
     def _part(self, micro: MicroBatch) -> MicroBatch:
         return part_of(self.core.divisible(micro), self.group.context)
 
@@ -162,12 +157,12 @@ class MegatronTrainEngine(HfTrainEngine):
         said = torch.zeros(columns, device=self.device)
         for micro, said_N in zip(own, found, strict=False):  # the last stage alone has results
             said[torch.from_numpy(micro.column_N)] = said_N
-        return self.group.of_context(self.group.from_last_stage(said)).cpu().numpy()
+        return self.group.from_last_stage(said).cpu().numpy()
 
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
         # Gradients of nothing, where other ranks wait for them.
         count = max(micros.rounds, int(self.core.overlaps))
-        rows, answer = self._rows(micros, count, self._loss_tasks(batch, loss, scale))
+        rows, answer = self._rows(list(micros), count, self._loss_tasks(batch, loss, scale))
         if rows:
             self.gradients_are_zero = False
         results = self.core.learn(rows, answer)
@@ -194,14 +189,6 @@ class MegatronTrainEngine(HfTrainEngine):
         padded_NV = functional.linear(hidden_NE, weight_VE).float()
         return torch.cat(self.group.of_all_tensor_ranks(padded_NV), dim=1)[:, : self.map.vocabulary].contiguous()
 
-    def _last_logits(self, sequences: list[list[int]]) -> Tensor:
-        """Logits of each sequence's last token, on every rank."""
-        lengths = [len(sequence) for sequence in sequences]
-        tokens_T = np.concatenate(sequences).astype(np.int64)
-        positions_T = np.concatenate([np.arange(length) for length in lengths])
-        last_N = np.cumsum(lengths) - 1
-        return self._logits(MicroBatch(lengths, [-1] * len(lengths), tokens_T, positions_T, last_N, last_N, last_N))
-
     @torch.no_grad()
     def _logits(self, micro: MicroBatch) -> Tensor:
         """At `hidden_N` of a row, on every rank; of a model that gives scores, what enters its head."""
@@ -212,14 +199,16 @@ class MegatronTrainEngine(HfTrainEngine):
         said = torch.zeros(asked, width, device=self.device)
         if found:
             said[torch.from_numpy(part.column_N)] = found[0]
-        return self.group.of_context(self.group.from_last_stage(said))
+        return self.group.from_last_stage(said)
 
     @cached_property
     def _packing(self) -> Packing:
         return replace(super()._packing, part=self._part)
 
     def _rounds(self, micro_batches: int) -> int:
-        return self.group.most_of_replicas(micro_batches) if self.group.replicas_meet else micro_batches
+        return (
+            most_of_any_rank(micro_batches, self.device, self.group.data) if self.group.replicas_meet else micro_batches
+        )
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
@@ -275,10 +264,11 @@ class MegatronTrainEngine(HfTrainEngine):
 
     def _owned(self, kind: Kind) -> Iterator[Shard]:
         """Whole tensors of this stage; its ranks take turns in saving them, from host memory."""
-        own = self.group.place_in_stage()
+        own = self.group.data.rank() * self.group.tensor_ranks + self.group.tensor_rank
+        ranks = self.group.data.size() * self.group.tensor_ranks
         here = self.weights.names_here(list(self.shapes))
         for number, (name, tensor) in enumerate(self.weights.whole(here, kind)):
-            if number % self.group.ranks_of_stage == own:
+            if number % ranks == own:
                 suffix = "" if kind == "weight" else f".{kind}"
                 yield whole(f"{name}{suffix}", tensor.cpu().contiguous())
 

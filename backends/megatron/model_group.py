@@ -14,8 +14,6 @@ from torch import distributed as dist
 
 from backends.protocol import COLLECTIVE_TIMEOUT
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, all_gather
-from backends.ulysses.shared_batch import SharedBatch, share_batch
-from specs.wire.batch import Batch
 
 
 class ModelGroup:
@@ -57,34 +55,20 @@ class ModelGroup:
         ]
         return groups[int(own)]
 
-    def joined(self, batch: Batch) -> SharedBatch:
-        """A collective of the group; columns must be the same."""
-        return share_batch(batch, self.model if self.model.size() > 1 else None, self.device)
-
     def from_last_stage(self, tensor: Tensor) -> Tensor:
-        """Return what the last stage has, on every stage; others give a tensor of that shape to fill."""
-        return self.from_stage(self.stages - 1, tensor)
-
-    def of_context(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that have a part of each row, in place."""
+        """Return on every rank what the last stage has, summed over its context ranks, each with 0 at what others have;
+        other stages give a tensor of that shape to fill."""
+        tensor = self.from_stage(self.stages - 1, tensor)
         if not self.context.alone:
             dist.all_reduce(tensor, group=self.context.group)
         return tensor
 
     def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
-        """Do the same as `from_last_stage`, from any stage."""
+        """Return the tensor of one stage on every stage; others give one of that shape to fill."""
         if self.stages > 1:
             tensor = tensor.contiguous()
             dist.broadcast(tensor, dist.get_global_rank(self.pipeline, stage), group=self.pipeline)
         return tensor
-
-    @property
-    def ranks_of_stage(self) -> int:
-        return int(self.tensor_ranks * self.data.size())
-
-    def place_in_stage(self) -> int:
-        """This rank's place among the ranks that hold its stage."""
-        return int(self.data.rank() * self.tensor_ranks + self.tensor_rank)
 
     def of_all_tensor_ranks(self, part: Tensor) -> list[Tensor]:
         """The parts of all tensor ranks, in their order."""
@@ -99,11 +83,6 @@ class ModelGroup:
     def replicas_meet(self) -> bool:
         """Whether data ranks exchange tokens, and so compute as many micro-batches."""
         return not set(dist.get_process_group_ranks(self.experts)) <= set(dist.get_process_group_ranks(self.tensor))
-
-    def most_of_replicas(self, count: int) -> int:
-        most = torch.tensor(count, device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.data)
-        return int(most)
 
 
 def _gathered(part: Tensor, group: Any) -> list[Tensor]:

@@ -6,9 +6,8 @@ that several sequences begin with, or what one of these adds to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +63,7 @@ class Budget:
         )
 
 
-class MicroBatches(Sequence[MicroBatch]):
+class MicroBatches:
     """A batch's micro-batches, those with most work first. A row is made when it is asked for, while the device may
     still compute the one before. `rounds`: how many all ranks make; this one may have fewer."""
 
@@ -85,15 +84,10 @@ class MicroBatches(Sequence[MicroBatch]):
     def __len__(self) -> int:
         return len(self._parts)
 
-    @overload
-    def __getitem__(self, number: int) -> MicroBatch: ...
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self.__getitem__, range(len(self)))
 
-    @overload
-    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
-
-    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
+    def __getitem__(self, number: int) -> MicroBatch:
         micro = _micro_batch(self._batch, self._mask_T, self._work, self._parts[number])
         if self._column_T is not None:
             micro = replace(micro, column_N=self._column_T[micro.column_N])

@@ -123,6 +123,7 @@ class HfTrainEngine(TrainEngine):
         self.device = torch.device(config.model.device)
         self._join_ranks()
         self.sequences = sequence_group(rank, config.sequence_parallel)
+        self.sharers = self.sequences.group  # ranks that compute the same samples; None: this one alone
         self.state = TrainerState()
         self.offloading = Offloader()
         self.gradients_are_zero = True
@@ -252,11 +253,7 @@ class HfTrainEngine(TrainEngine):
 
     def _share(self, batch: Batch) -> SharedBatch:
         """The samples of all ranks that compute the same ones, which call it together."""
-        return share_batch(batch, self.sequences.group, self.device)
-
-    def _sharers(self) -> tuple[int, int]:
-        """How many ranks these are, and which of them this one is."""
-        return self.sequences.size, self.sequences.rank
+        return share_batch(batch, self.sharers, self.device)
 
     @cached_property
     def _packing(self) -> Packing:
@@ -330,7 +327,7 @@ class HfTrainEngine(TrainEngine):
         shared = self._share(batch).batch
         micros = self._packing.micro_batches(shared)
         read = self._gradients_of(shared, micros, loss, scale)
-        ranks, own = self._sharers()
+        ranks, own = (1, 0) if self.sharers is None else (self.sharers.size(), self.sharers.rank())
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
             **update_counts(batch, micros, ranks, first=own == 0),
@@ -407,16 +404,22 @@ class HfTrainEngine(TrainEngine):
         return completions
 
     def _last_logits(self, sequences: list[list[int]]) -> Tensor:
+        """Logits of each sequence's last token."""
         lengths = [len(sequence) for sequence in sequences]
-        positions_T = np.concatenate([np.arange(length) for length in lengths])
         tokens_T = np.concatenate(sequences).astype(np.int64)
+        positions_T = np.concatenate([np.arange(length) for length in lengths])
+        last_N = np.cumsum(lengths) - 1
+        return self._logits(MicroBatch(lengths, [-1] * len(lengths), tokens_T, positions_T, last_N, last_N, last_N))
+
+    def _logits(self, micro: MicroBatch) -> Tensor:
+        """Logits at `hidden_N` of a row, which every rank computes by itself."""
         staging = Staging(self.device)
-        row = packed_row(self.policy.model, staging, tokens_T, positions_T, lengths)
-        rows_B = RowCopies(np.cumsum(lengths) - 1, len(tokens_T), staging.put)
+        row = packed_row(self.policy.model, staging, micro.tokens_T, micro.positions_T, micro.lengths)
+        rows_N = RowCopies(micro.hidden_N, micro.num_tokens, staging.put)
         staging.send()
         with row.attending():
-            logits_BV: Tensor = self._run(row, rows_B, None)
-        return logits_BV
+            logits_NV: Tensor = self._run(row, rows_N, None)
+        return logits_NV
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 

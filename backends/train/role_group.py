@@ -58,10 +58,10 @@ def pretended_group(rank: Rank) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def most_of_any_rank(count: int, device: torch.device) -> int:
-    """Maximum over all ranks; a collective."""
+def most_of_any_rank(count: int, device: torch.device, group: dist.ProcessGroup | None = None) -> int:
+    """Return the maximum over the ranks of a group, or all; a collective."""
     most = torch.tensor([count], device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return int(most)
 
 

@@ -280,7 +280,7 @@ def test_no_row_at_all_has_gradients_of_zero() -> None:
     columns = TokenColumns(*(nothing,) * 5)
     task = LossTask(torch.zeros(0, dtype=torch.int64), 1.0, columns, grpo(kl_coef=0.3))
     rows = RowCopies(np.zeros(0, dtype=np.int64), 5)
-    loss, sums, maxima = Head(model, 3).loss(copy_rows(hidden_TE, rows), task)
+    loss, sums, maxima = Head(model, 3).answer(copy_rows(hidden_TE, rows), task)
     loss.backward()
     assert (loss.item(), sums.abs().max().item(), maxima.tolist()) == (0.0, 0.0, [-float("inf")] * len(maxima))
     for grad in (hidden_TE.grad, model.linear.weight.grad, model.linear.bias.grad):
