@@ -65,7 +65,7 @@ from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainer_state import TrainerState, lr_at
 from backends.train.verify_packing import verify_packing
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
-from backends.ulysses.shared_batch import SharedBatch, share_batch, sum_of_ranks
+from backends.ulysses.shared_batch import share_batch, sum_of_ranks
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, tensor_bytes
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
@@ -251,17 +251,13 @@ class HfTrainEngine(TrainEngine):
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
-    def _share(self, batch: Batch) -> SharedBatch:
-        """The samples of all ranks that compute the same ones, which call it together."""
-        return share_batch(batch, self.sharers, self.device)
-
     @cached_property
     def _packing(self) -> Packing:
         """Make the micro-batches of the group's batch, as this rank computes them."""
         group, model = self.sequences, self.policy.model
         budget = Budget(self.config.micro_batch_tokens, group.size, f"{self.config.role}.micro_batch_tokens")
         part = partial(part_of, group=group)
-        heaviest = partial(heaviest_of_any_rank, device=self.device) if self.in_step else None
+        heaviest = (lambda work: heaviest_of_any_rank(work, self.device)) if self.in_step else None
         return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part, heaviest)
 
     def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
@@ -275,7 +271,7 @@ class HfTrainEngine(TrainEngine):
         self._check_head(scores=False)
         assert adapters or self.adapters is not None, "this model has no adapters"
         with nullcontext() if adapters or self.adapters is None else self.adapters.off():
-            shared = self._share(batch)
+            shared = share_batch(batch, self.sharers, self.device)
             return self._logprobs(shared.batch)[shared.own_T]
 
     def _logprobs(self, batch: Batch) -> NDArray[np.float32]:
@@ -286,13 +282,13 @@ class HfTrainEngine(TrainEngine):
 
     def values(self, batch: Batch) -> NDArray[np.float32]:
         self._check_head(scores=True)
-        shared = self._share(batch)
+        shared = share_batch(batch, self.sharers, self.device)
         micros = self._packing.micro_batches(shared.batch)
         return self._head_column(micros, shared.batch.num_tokens, lambda *_: ValueTask())[shared.own_T]
 
     def scores(self, batch: Batch) -> NDArray[np.float32]:
         self._check_head(scores=True)
-        shared = self._share(batch)
+        shared = share_batch(batch, self.sharers, self.device)
         micros = self._packing.last_token_micro_batches(shared.batch)
         return self._head_column(micros, len(shared.batch), lambda *_: ValueTask())[shared.own_B]
 
@@ -324,7 +320,7 @@ class HfTrainEngine(TrainEngine):
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
         self._check_head(scores=isinstance(loss, ValueLoss))
-        shared = self._share(batch).batch
+        shared = share_batch(batch, self.sharers, self.device).batch
         micros = self._packing.micro_batches(shared)
         read = self._gradients_of(shared, micros, loss, scale)
         ranks, own = (1, 0) if self.sharers is None else (self.sharers.size(), self.sharers.rank())

@@ -73,7 +73,7 @@ class Fork:
         """Open it. Raises CheckpointError where it is gone, damaged or of another model."""
         path = checkpoints.step_path(self.run / "checkpoints", self.step)
         try:
-            found = checkpoints.read(path, [folder for _, folder in saved_roles(spec)])
+            found = checkpoints.read(path, saved_roles(spec))
         except CheckpointError as error:
             there = checkpoints.steps_in(self.run / "checkpoints")
             listed = f"its checkpoints are of steps {', '.join(map(str, there))}" if there else "it has no checkpoint"
@@ -95,7 +95,7 @@ def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
     if step is not None:
         checkpoints.check_has(run / "checkpoints", step, option)
     else:
-        found = checkpoints.newest(run / "checkpoints", warn, [folder for _, folder in saved_roles(spec)])
+        found = checkpoints.newest(run / "checkpoints", warn, saved_roles(spec))
         if found is None:
             raise CheckpointError(f"{option}{run} has no checkpoint", hint="its checkpoint.every says when it saves")
         found.pin.release()
@@ -106,6 +106,6 @@ def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
     return Fork(run, step)
 
 
-def saved_roles(spec: Spec) -> list[tuple[RoleName, str]]:
-    """Return the roles that have a state, each with its folder in a checkpoint."""
-    return [(role, folder) for role in spec.roles if (folder := ROLES[role].checkpoint)]
+def saved_roles(spec: Spec) -> list[RoleName]:
+    """Return the roles that have a state: each has a folder of its name in a checkpoint."""
+    return [role for role in spec.roles if ROLES[role].learns]

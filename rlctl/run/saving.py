@@ -32,8 +32,8 @@ PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat, 
 def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress) -> checkpoints.Checkpoint | None:
     """Find the checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of
     another model, or where there should be one and none is whole, and RunDirError; then nothing was changed."""
-    folders = [folder for _, folder in saved_roles(spec)]
-    checkpoint, fork = checkpoints.newest(run.checkpoints, progress.warning, folders), Fork.of(run.path)
+    fork, folders = Fork.of(run.path), saved_roles(spec)
+    checkpoint = checkpoints.newest(run.checkpoints, progress.warning, folders)
     last = max((record["step"] for record in read_metrics(run.metrics)), default=0)
     if checkpoint is not None:
         check_fits(checkpoint.manifest, spec, spec_dir)
@@ -82,7 +82,7 @@ class Saver:
                 self.run.checkpoints,
                 step,
                 about={**self._about(), "proven": False},
-                write_roles={name: partial(self._save_role, role, step) for role, name in saved_roles(self.spec)},
+                write_roles={role: partial(self._save_role, role, step) for role in saved_roles(self.spec)},
                 write_driver=driver.save,
                 keep=self.spec.checkpoint.keep,
             )
@@ -105,9 +105,9 @@ class Saver:
         }
         written: dict[str, Any] = {}
         failed: list[str] = []
-        for role, name in saved_roles(self.spec):
-            for saved in self._ask(role, folder / name, step, **proof):
-                written |= {f"{name}/{file}": mark for file, mark in saved.files.items()}
+        for role in saved_roles(self.spec):
+            for saved in self._ask(role, folder / role, step, **proof):
+                written |= {f"{role}/{file}": mark for file, mark in saved.files.items()}
                 failed += [f"the {role}'s: {saved.unproven}"] if saved.unproven else []
         if failed:
             self.progress.warning(
@@ -140,9 +140,9 @@ class Saver:
         return fork.step
 
     def _load(self, checkpoint: checkpoints.Checkpoint, forked_at: int | None = None) -> None:
-        for role, name in saved_roles(self.spec):
+        for role in saved_roles(self.spec):
             steps = None if forked_at is None else self.spec.optimizer_steps(role, forked_at)
-            self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / name), schedule_steps=steps))
+            self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / role), schedule_steps=steps))
         self.saved = checkpoint.step
         self.progress.start_at(checkpoint.step)
 
@@ -157,7 +157,7 @@ class Saver:
         spec, paths = self.spec, model_paths(self.spec, self.spec_dir)
         roles = {
             role: {"model_path": paths[role], "python": self.plan.role(role).python, "dtype": spec.dtype(role)}
-            for role, _ in saved_roles(spec)
+            for role in saved_roles(spec)
         }
         return {
             "run": spec.run.name,

@@ -14,10 +14,6 @@ from specs.schema.table import NonEmpty, PathText, Table
 SetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
-# Keys that `[eval]` says for all sets; the others are of one set.
-OF_ALL_SETS = ("prompts", "samples_per_prompt", "temperature", "top_p", "pass_term", "pass_score")
-
-
 class EvalSet(Table):
     """One of several sets of prompts. How it is completed, where it does not say so itself, `[eval]` says."""
 

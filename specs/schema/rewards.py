@@ -20,10 +20,8 @@ GradedBy = Literal["processes", "judge", "model"]
 class RewardTerm(Table):
     """Keys that all reward terms share."""
 
-    graded_by: ClassVar[GradedBy] = (
-        "processes"  # what gives its scores: the isolated processes, requests to a judge, or the reward model
-    )
-
+    # What gives its scores: the isolated processes, requests to a judge, or the reward model.
+    graded_by: ClassVar[GradedBy] = "processes"
     # Whether 0 is the best score, which most completions have.
     is_penalty: ClassVar[bool] = False
     # What it gives a right completion; None: not known.

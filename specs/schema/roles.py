@@ -32,7 +32,6 @@ class Role:
     `wave` orders the starts; where roles share devices, those with a model are built wave by wave.
     `inherits` is the role whose section stands in where the spec has none for this one.
     `needed_if` is the property of a `Spec` that says whether the run has the role at all; empty: always.
-    `checkpoint` is its folder in a checkpoint; empty: it has no state that a resume needs.
     `head` is what its model ends in.
     `worker` is the `module:function` that makes its handlers from a rank; empty: `workers.roles.<name>:handlers`.
     """
@@ -43,12 +42,12 @@ class Role:
     wave: int
     inherits: RoleName = ""
     needed_if: str = ""
-    checkpoint: str = ""
     head: HeadKind = "lm"
     worker: str = ""
 
     @property
     def learns(self) -> bool:
+        """Whether it has a state that a resume needs."""
         return self.holds == "learner"
 
     @property
@@ -98,24 +97,14 @@ REWARD_MODEL = "reward_model"
 ROLES: dict[RoleName, Role] = {
     role.name: role
     for role in (
-        Role(ACTOR, "learner", "the actor", wave=2, checkpoint="actor"),
+        Role(ACTOR, "learner", "the actor", wave=2),
         Role(REF, "frozen", "the reference", wave=2, inherits=ACTOR, needed_if="needs_ref_role"),
-        Role(
-            CRITIC,
-            "learner",
-            "the critic",
-            wave=2,
-            inherits=ACTOR,
-            needed_if="needs_critic",
-            checkpoint="critic",
-            head="value",
-        ),
+        Role(CRITIC, "learner", "the critic", wave=2, inherits=ACTOR, needed_if="needs_critic", head="value"),
         # Built first: on shared devices it has left before a rollout measures what is free.
         Role(REWARD_MODEL, "score_model", "the reward model", wave=0, needed_if="needs_reward_model", head="reward"),
         Role(ROLLOUT, "sampler", "the rollout", wave=1),
-        Role(
-            DATA, "data", "the data role", wave=0, inherits=REWARD
-        ),  # [data] says what it reads, [reward] where it runs
+        # [data] says what it reads, [reward] where it runs.
+        Role(DATA, "data", "the data role", wave=0, inherits=REWARD),
         Role(REWARD, "scorer", "the reward role", wave=0),
     )
 }

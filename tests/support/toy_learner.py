@@ -28,7 +28,6 @@ ROW = Role(
     "the coach",
     wave=2,
     needed_if="needs_coach",
-    checkpoint="coach",
     worker="toy_learner:handlers",
 )
 

@@ -104,6 +104,8 @@ class AnyLoss(Table):
         return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce == "token_max"))
 
 
+_KL = "Estimate of KL(actor ‖ ref); 0 without a reference."
+_MAX_GAP = "The largest of them."
 _GAP = "|log-prob of the sampler - of the trainer before the update| of a sampled token."
 
 
@@ -119,18 +121,9 @@ class Loss(AnyLoss):
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         LossMetric("actor/loss", "loss", "update_mean", "The loss, with KL and entropy where they have a weight."),
         LossMetric("actor/entropy", "entropy", "token_mean", "Of the policy's distribution at a token.", "nats"),
-        LossMetric(
-            "actor/kl", "kl", "token_mean", "Estimate of KL(actor ‖ ref); 0 without a reference.", "nats per token"
-        ),
+        LossMetric("actor/kl", "kl", "token_mean", _KL, "nats per token"),
         LossMetric("rollout/logprob_gap", "logprob_gap", "token_mean", _GAP, "nats", before_learning=True),
-        LossMetric(
-            "rollout/logprob_gap_max",
-            "logprob_gap_max",
-            "token_max",
-            "The largest of them.",
-            "nats",
-            before_learning=True,
-        ),
+        LossMetric("rollout/logprob_gap_max", "logprob_gap_max", "token_max", _MAX_GAP, "nats", before_learning=True),
     )
     # Keys that do nothing while the ratio is 1.
     ratio_keys: ClassVar[tuple[str, ...]] = ()

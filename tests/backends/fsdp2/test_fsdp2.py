@@ -27,8 +27,8 @@ from train_helpers import (
     write_model,
 )
 
-from backends.fsdp2 import engine as fsdp2_engine
 from backends.hf.hf_model import build_model, build_on_meta, named_weights
+from backends.train import engine as train_engine
 from backends.train import hf_weights
 from backends.train.hf_weights import aliases_of, stream_into
 from backends.train.tensor_shards import Shard
@@ -69,7 +69,7 @@ def test_rounds_follow_the_rank_with_the_most_work(qwen2: Path, monkeypatch: pyt
         told.append(work)
         return [2 * each for each in work]
 
-    monkeypatch.setattr(fsdp2_engine, "heaviest_of_any_rank", twice)
+    monkeypatch.setattr(train_engine, "heaviest_of_any_rank", twice)
     after = engine.forward(batch)
     micros = engine._packing.micro_batches(batch)
     assert len(told[0]) == micros.rounds > 2

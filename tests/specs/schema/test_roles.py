@@ -18,7 +18,6 @@ def test_every_role_is_whole(role) -> None:
     assert find_spec(f"workers.roles.{role.name}")
     assert not role.inherits or role.inherits in ROLES
     assert not role.needed_if or isinstance(getattr(Spec, role.needed_if), property)
-    assert bool(role.checkpoint) == role.learns, "what learns has a state, and nothing else does"
     assert ("engine" in Spec.section_class(role.name).model_fields) == role.holds_model
     assert (role.holds in TABLE) == (role.holds in MOVES) == role.holds_model
 
