@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends import activity
 from backends.fake import bigram
-from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
+from backends.protocol import OnMeta, Rank, WeightSpec
 from backends.rollout.completions import Completions
-from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import end_tokens_of, stop_tokens
+from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.rollout.uniform import sample_keys, uniform
 from backends.weights.checksum import checksum_bytes
 from specs.errors import ModelError
@@ -25,18 +24,15 @@ from specs.wire.role_config import RolloutConfig, Sampling
 Floats = NDArray[np.float32]
 
 
-class FakeRolloutEngine(RolloutEngine):
+class FakeRolloutEngine(SyncedSampler):
     """Next-token logits are `bigram.weight[previous] + bias.weight`; always fp32."""
 
     counts_progress = True
-    mixes_greedy = True
 
     def __init__(self, config: RolloutConfig, vocab: int) -> None:
-        self.config, self.vocab = config, vocab
+        held = {spec.name: spec for spec in bigram.weight_specs(vocab, "fp32")}
+        super().__init__(config, held, "the fake model")
         self._weights: dict[str, Floats] = {}
-        self._imported: set[str] = set()
-        self._ready = False
-        self._awake = {"weights", "kv_cache"}
         self.stops = stop_tokens(end_tokens_of(Path(config.model.path)), config, ask_tokenizer=False)
 
     @classmethod
@@ -55,47 +51,28 @@ class FakeRolloutEngine(RolloutEngine):
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
-    def weight_specs(self) -> Sequence[WeightSpec]:
-        return bigram.weight_specs(self.vocab, "fp32")
-
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
-        known = {one.name: one for one in self.weight_specs()}.get(spec.name)
-        held = check_arrival(spec, len(buffer), known, "the fake model", awake="weights" in self._awake)
-        self._ready = False
-        weight = np.empty(held.shape, dtype=np.float32)
+        weight = np.empty(self._arrive(spec, len(buffer)).shape, dtype=np.float32)
         weight.reshape(-1).view(np.uint8)[:] = buffer
         self._weights[spec.name] = weight
-        self._imported.add(spec.name)
         return checksum_bytes(weight.reshape(-1).view(np.uint8))
-
-    def finish_import(self) -> None:
-        check_complete(sorted(bigram.shapes(self.vocab)), self._imported)
-        self._imported.clear()
-        self._ready = True
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        check_usable("generate", ("weights", "kv_cache"), self._awake, self._ready)
-        completions = Completions(prompts, emit)
-        longest = max((len(prompt) for prompt in completions.prompt_tokens), default=0)
-        if completions.queue:
-            check_lengths(longest, sampling, self.config.model.max_sequence_tokens)
+    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
+        prompts, written = completions.prompts, 0
         key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
-        written = 0
         for index in completions.queue:
             prompt, drawn = completions.prompt_tokens[index].astype(np.int64), int(prompts["position_B"][index])
             own = completions.sampling_of(index, sampling)
-            completions.finish(index, *self._complete(prompt, key_B[index], drawn, own))
+            completions.finish(index, *self._completion(prompt, key_B[index], drawn, own))
             activity.count("token", completions.generated_tokens - written)
             written = completions.generated_tokens
             completions.flush()
-        completions.close()
-        longest = sampling.max_response_tokens if len(prompts) else 0
-        return {"generated_tokens": completions.generated_tokens, "decode_steps": longest}
+        return {"decode_steps": sampling.max_response_tokens}
 
     def score(self, batch: Batch, temperature: float) -> Floats:
-        check_usable("score", ("weights",), self._awake, self._ready)
+        self._check_usable("score", (WEIGHTS,))
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
             tokens = batch["tokens_T"][start:stop].astype(np.int64)
@@ -104,34 +81,24 @@ class FakeRolloutEngine(RolloutEngine):
                 logprob_T[start + 1 : stop] = scores[np.arange(len(tokens) - 1), tokens[1:]]
         return logprob_T
 
-    def _complete(
+    def _completion(
         self, prompt: NDArray[np.int64], key: np.uint64, drawn: int, sampling: Sampling
     ) -> tuple[NDArray[np.int64], Floats, bool]:
         last, tokens, logprobs = int(prompt[-1]), [], []
         for position in range(drawn, drawn + sampling.max_response_tokens):
             draw = uniform(np.array([key]), np.array([position]))[0]
-            last, logprob = sample(self._logits(np.array([last]))[0], float(draw), sampling)
+            last, logprob = sample(bigram.logits(self._weights, np.array([last]))[0], float(draw), sampling)
             tokens.append(last)
             logprobs.append(logprob)
             if last in self.stops:
                 break
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32), tokens[-1] in self.stops
 
-    def _logits(self, previous: NDArray[np.int64]) -> NDArray[np.float64]:
-        return bigram.logits(self._weights, previous)
-
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 
-    def sleep(self, level: int) -> None:
-        assert level in (1, 2), f"sleep level {level}"
-        self._awake.clear()
+    def _fall_asleep(self, level: int) -> None:
         if level == 2:
             self._weights.clear()
-            self._imported.clear()
-            self._ready = False
-
-    def wake(self, tags: Sequence[str]) -> None:
-        self._awake |= set(tags)
 
 
 def sample(logits: NDArray[np.float64], draw: float, sampling: Sampling) -> tuple[int, float]:

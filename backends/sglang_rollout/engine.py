@@ -6,7 +6,7 @@ distribution sampled from as long as top_p and top_k are off; with them on it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,10 +17,10 @@ from packaging.version import Version
 
 from backends import activity
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
-from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
+from backends.protocol import OnMeta, Rank, WeightSpec
 from backends.rollout.completions import Completions
-from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import stop_tokens
+from backends.rollout.synced_sampler import KV_CACHE, WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_seeds
 from backends.sglang_rollout.client import ServerError, ServerSample, Unreachable, parse_sample, parse_scores
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
@@ -32,27 +32,23 @@ from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 OLDEST = "0.5.23"  # what this was written and tested against; older ones differ in what a log-prob means
 
 
-class SglangRolloutEngine(RolloutEngine):
+class SglangRolloutEngine(SyncedSampler):
     """Samples with the same prompt are one request: its reply comes when the last of them is done, and no request waits
     for another."""
 
-    mixes_greedy = True
-
     def __init__(self, config: RolloutConfig, shape: ModelShape, server: Server, stops: frozenset[int]) -> None:
         assert isinstance(config.engine, SglangTable)
-        self.config, self.table, self.shape, self.server = config, config.engine, shape, server
+        super().__init__(config, shape.weights, config.model.path)
+        self.table, self.shape, self.server = config.engine, shape, server
         self.stops = stops
         self._model_info: Mapping[str, Any] = server.client.get("/model_info")
         self._server_info: Mapping[str, Any] = server.client.get("/server_info")
         self._check_version()
         self._fingerprints = Fingerprints(self._hashes())
         self._folder: WeightsFolder | None = None  # while weights come in
-        self._ready = False  # a complete set of weights has arrived
-        self._awake = {WEIGHTS, KV_CACHE}
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> SglangRolloutEngine:
@@ -100,22 +96,16 @@ class SglangRolloutEngine(RolloutEngine):
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
-    def weight_specs(self) -> Sequence[WeightSpec]:
-        return list(self.shape.weights.values())
-
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         """Writes into the folder that the server will load; the checksum is of the bytes read back from there, because
         the server shows none of its own. What it made of them is checked in `finish_import`, and by the probe."""
-        known, awake = self.shape.weights.get(spec.name), WEIGHTS in self._awake
-        held = check_arrival(spec, len(buffer), known, self.config.model.path, awake=awake)
-        self._ready = False
+        held = self._arrive(spec, len(buffer))
         if self._folder is None:
             self._folder = WeightsFolder(self.shape.weights, self.table.weights_dir)
         return self._folder.write(held, buffer)
 
-    def finish_import(self) -> None:
-        folder, arrived = self._folder, {} if self._folder is None else self._folder.checksums
-        check_complete(self.shape.weights, arrived)
+    def _adopt(self) -> None:
+        folder = self._folder
         assert folder is not None, "a model has weights"
         try:
             # `safetensors`, not `auto`: that one falls back to pickled files.
@@ -124,28 +114,22 @@ class SglangRolloutEngine(RolloutEngine):
             if not reply["success"]:
                 raise SyncError(f"the SGLang server did not load the weights: {reply['message']}")
         finally:
-            folder.delete()
-            self._folder = None
-        self._fingerprints.check(arrived, self._hashes())
-        self._ready = True
+            self._drop_folder()
+        self._fingerprints.check(folder.checksums, self._hashes())
 
     def _hashes(self) -> tuple[Mapping[str, str], ...]:
         return rank_hashes(self._post("/weights_checker", {"action": "checksum"}))
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        """Raises RlctlError for top_p or top_k: SGLang's log-probs leave them out."""
-        check_usable("generate", (WEIGHTS, KV_CACHE), self._awake, self._ready)
+    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
+        """Raise RlctlError for top_p or top_k: SGLang's log-probs leave them out."""
         if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k):
             raise RlctlError(
                 f"top_p {sampling.top_p:g}, top_k {sampling.top_k}: the log-probs that SGLang returns leave both out",
                 hint="sample with top_p = 1 and top_k = 0",
             )
-        completions = Completions(prompts, emit)
-        if not completions.queue:
-            return {"generated_tokens": 0, "cached_tokens": 0}
-        check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
+        prompts = completions.prompts
         seeds = request_seeds(sampling.seed, prompts["id_B"], prompts["position_B"])
         cached = 0
         # As many requests in flight as the server has slots, so that it never waits for us and queues by itself.
@@ -165,8 +149,7 @@ class SglangRolloutEngine(RolloutEngine):
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._abort()
                 raise
-        completions.close()
-        return {"generated_tokens": completions.generated_tokens, "cached_tokens": cached}
+        return {"cached_tokens": cached}
 
     def _ask(
         self, completions: Completions, members: list[int], seeds: list[int], sampling: Sampling
@@ -198,7 +181,7 @@ class SglangRolloutEngine(RolloutEngine):
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
         """Each token as the next one of its prefix: what SGLang returns for tokens of a prompt knows no temperature.
         Needs a KV cache: a sleeping one gets memory for as long as it takes."""
-        check_usable("score", (WEIGHTS,), self._awake, self._ready)
+        self._check_usable("score", (WEIGHTS,))
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         prefixes, tokens, places = [], [], []
         for first, sequence in zip(batch.offsets[:-1], batch.sequences("tokens_T"), strict=True):
@@ -231,41 +214,34 @@ class SglangRolloutEngine(RolloutEngine):
 
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 
-    def sleep(self, level: int) -> None:
-        """Raises RlctlError at level 1 where the server was started without room for the weights on the host."""
-        assert level in (1, 2), f"sleep level {level}"
+    def _fall_asleep(self, level: int) -> None:
+        """Raise RlctlError at level 1 where the server was started without room for the weights on the host."""
         if level == 1 and not self.table.weights_backup:
             raise RlctlError(
                 "the SGLang server cannot keep its weights on the host while it sleeps",
                 hint="set rollout.engine.weights_backup = true, or sleep at level 2",
             )
-        self._release(set(self._awake))
+        if self._awake:
+            self._release(self._awake)
         if level == 2:
-            self._ready = False
             self._drop_folder()
 
-    def wake(self, tags: Sequence[str]) -> None:
-        unknown = set(tags) - {WEIGHTS, KV_CACHE}
-        assert not unknown, f"unknown tags {unknown}"
-        if missing := sorted(set(tags) - self._awake):
-            self._post("/resume_memory_occupation", {"tags": missing})
-            self._awake |= set(missing)
+    def _wake_up(self, tag: str) -> None:
+        self._post("/resume_memory_occupation", {"tags": [tag]})
 
-    def _release(self, tags: set[str]) -> None:
-        if tags:
-            self._post("/release_memory_occupation", {"tags": sorted(tags)})
-            self._awake -= tags
+    def _release(self, tags: Collection[str]) -> None:
+        self._post("/release_memory_occupation", {"tags": sorted(tags)})
 
     @contextmanager
     def _cache_for_a_moment(self) -> Iterator[None]:
         asleep = KV_CACHE not in self._awake
         if asleep:
-            self.wake([KV_CACHE])
+            self._wake_up(KV_CACHE)
         try:
             yield
         finally:
             if asleep:
-                self._release({KV_CACHE})
+                self._release([KV_CACHE])
 
     def close(self) -> None:
         self._drop_folder()

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +26,10 @@ from backends.hf.hf_model import (
 )
 from backends.hf.tokenizer import token_ids
 from backends.packed.layout import PackedLayout
-from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightMemory, WeightSpec
+from backends.protocol import OnMeta, Rank, WeightMemory, WeightSpec
 from backends.rollout.completions import Completions
-from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import stop_tokens
+from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.torch_rollout.decode_check import cache_shapes, check_decoding
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
@@ -47,28 +46,23 @@ from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, RolloutConfig, Sampling
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
-
-class TorchRolloutEngine(RolloutEngine):
+class TorchRolloutEngine(SyncedSampler):
     """Continuous batching over a preallocated cache. Weights come by `import_weight`, never from the model folder."""
 
     counts_progress = True
-    mixes_greedy = True
 
     def __init__(self, config: RolloutConfig, model: PreTrainedModel) -> None:
         assert isinstance(config.engine, TorchRolloutTable)
-        self.config, self.table, self.model = config, config.engine, model
+        self._weights = named_weights(model)
+        held = {name: _spec(name, tensor) for name, tensor in self._weights.items()}
+        super().__init__(config, held, f"{type(model).__name__} here")
+        self.table, self.model = config.engine, model
         self.device = torch.device(config.model.device)
         self.stops = stop_tokens(_end_tokens(model, config.model.path), config, ask_tokenizer=True)
-        self._weights = named_weights(model)
-        self._held = {name: _spec(name, tensor) for name, tensor in self._weights.items()}
         self._take_memory()
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
-        self._imported: set[str] = set()
-        self._ready = False  # a complete set of weights has arrived
-        self._awake = {WEIGHTS, KV_CACHE}
         self._dropped = False  # slept at level 2: weights have no memory
         self._lends = can_share(self.device)
         self._shared: SharedWeights | None = None  # their shared memory, once the actor writes there
@@ -90,9 +84,6 @@ class TorchRolloutEngine(RolloutEngine):
         return describe(self.model, self.config.model, checksum=False)
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
-
-    def weight_specs(self) -> Sequence[WeightSpec]:
-        return list(self._held.values())
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         if len(buffer) != spec.nbytes:
@@ -139,46 +130,32 @@ class TorchRolloutEngine(RolloutEngine):
         return word_sums(taken)
 
     def _take(self, spec: WeightSpec, nbytes: int) -> Tensor:
-        """The tensor that a weight of `nbytes` bytes is to fill."""
-        holder, awake = f"{type(self.model).__name__} here", not self._dropped and WEIGHTS in self._awake
-        check_arrival(spec, nbytes, self._held.get(spec.name), holder, awake=awake)
-        self._ready = False
-        self._imported.add(spec.name)
+        """Return the tensor that a weight of `nbytes` bytes is to fill."""
+        self._arrive(spec, nbytes)
         return self._weights[spec.name]
 
     @torch.inference_mode()
-    def finish_import(self) -> None:
-        check_complete(self._weights, self._imported)
-        self._imported.clear()
+    def _adopt(self) -> None:
         self.model.tie_weights()
         self._cache = None  # the cache belongs to the old weights
         if self._forward is None:
             self._forward = choose_forward(self.model, self.device, self.config.model.max_sequence_tokens)
             check_decoding(self.model, self._forward, self.device)
-        self._ready = True
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        forward = self._usable("generate", (WEIGHTS, KV_CACHE))
-        completions = Completions(prompts, emit)
-        if len(prompts) == 0:
-            return {"generated_tokens": 0, "decode_steps": 0, "prefilled_tokens": 0}
-        check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
-        cache = self._cache_for(min(self.table.max_sequences, len(prompts)))
-        decoder = Decoder(forward, cache, completions, sampling, self.stops, self.table.prefill_tokens)
+    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
+        assert self._forward is not None, "it is made when the weights are complete"
+        cache = self._cache_for(min(self.table.max_sequences, len(completions.queue)))
+        decoder = Decoder(self._forward, cache, completions, sampling, self.stops, self.table.prefill_tokens)
         decoder.run()
-        completions.close()
-        return {
-            "generated_tokens": completions.generated_tokens,
-            "decode_steps": decoder.decode_steps,
-            "prefilled_tokens": decoder.prefilled_tokens,
-        }
+        return {"decode_steps": decoder.decode_steps, "prefilled_tokens": decoder.prefilled_tokens}
 
     @torch.inference_mode()
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
-        forward = self._usable("score", (WEIGHTS,))
+        self._check_usable("score", (WEIGHTS,))
+        assert self._forward is not None, "it is made when the weights are complete"
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         offsets = batch.offsets
         for index, tokens in enumerate(batch.sequences("tokens_T")):
@@ -186,15 +163,11 @@ class TorchRolloutEngine(RolloutEngine):
                 continue
             lengths = [len(tokens)]
             tokens_T = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-            logits = forward(tokens_T, packed_positions(lengths, self.device), PackedLayout(lengths, self.device))
+            layout = PackedLayout(lengths, self.device)
+            logits = self._forward(tokens_T, packed_positions(lengths, self.device), layout)
             scores = (logits[:-1].float() / temperature).log_softmax(-1).gather(-1, tokens_T[1:, None])[:, 0]
             logprob_T[offsets[index] + 1 : offsets[index + 1]] = scores.cpu().numpy()
         return logprob_T
-
-    def _usable(self, verb: str, needs: Sequence[str]) -> Forward:
-        check_usable(verb, needs, self._awake, self._ready)
-        assert self._forward is not None, "it is made when the weights are complete"
-        return self._forward
 
     def _cache_for(self, slots: int) -> KvCache:
         """The cache with at least that many slots. Made at the first use and kept until a sync or sleep."""
@@ -216,28 +189,22 @@ class TorchRolloutEngine(RolloutEngine):
 
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 
-    def sleep(self, level: int) -> None:
-        assert level in (1, 2), f"sleep level {level}"
+    def _fall_asleep(self, level: int) -> None:
         self._cache = None
         if level == 2:
             self._drop_weights()
         elif WEIGHTS in self._awake and self.device.type != "cpu":
             self._move_weights(torch.device("cpu"))
-        self._awake.clear()
         _give_back_memory(self.device)
 
-    def wake(self, tags: Sequence[str]) -> None:
-        unknown = set(tags) - {WEIGHTS, KV_CACHE}
-        assert not unknown, f"unknown tags {unknown}"
-        if WEIGHTS in tags and WEIGHTS not in self._awake:
-            if self._dropped:
-                self._take_memory()
-                self._dropped = False
-                if self._forward is not None:
-                    self._forward.join()
-            elif self.device.type != "cpu":
-                self._move_weights(self.device)
-        self._awake |= set(tags)
+    def _wake_up(self, tag: str) -> None:
+        if tag == WEIGHTS and self._dropped:
+            self._take_memory()
+            self._dropped = False
+            if self._forward is not None:
+                self._forward.join()
+        elif tag == WEIGHTS and self.device.type != "cpu":
+            self._move_weights(self.device)
 
     def _take_memory(self) -> None:
         shapes = {name: spec.shape for name, spec in self._held.items()}
@@ -258,9 +225,7 @@ class TorchRolloutEngine(RolloutEngine):
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         if self._shared is not None:
             self._shared.free()
-        self._lends, self._shared = False, None
-        self._ready, self._dropped = False, True
-        self._imported.clear()
+        self._lends, self._shared, self._dropped = False, None, True
 
     def close(self) -> None:
         self._cache = None

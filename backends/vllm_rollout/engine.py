@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from backends import activity
 from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.memory import hand_back
-from backends.protocol import Buffer, Emit, OnMeta, Rank, RolloutEngine, WeightSpec
+from backends.protocol import Buffer, OnMeta, Rank, WeightSpec
 from backends.rollout.completions import Completions
-from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import stop_tokens
+from backends.rollout.synced_sampler import KV_CACHE, WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_seeds
 from backends.vllm_rollout.read_back import checksum_of, word_sum_of
 from backends.vllm_rollout.vllm_adapters import adapter_request
@@ -35,25 +35,20 @@ if TYPE_CHECKING:
 
     from backends.vllm_rollout.worker import SummedPiece, WorkerModel
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
-
-class VllmRolloutEngine(RolloutEngine):
+class VllmRolloutEngine(SyncedSampler):
     """Token ids in, token ids out. Weights come by `import_weight`, never from the model folder."""
 
     counts_progress = True
-    mixes_greedy = True
     progress_unit = "decode step"
     PLAIN_WEIGHTS = True  # see `plain_worker.py`
 
     def __init__(self, config: RolloutConfig, table: VllmTable, model: ModelShape, llm: LLM) -> None:
-        self.config, self.table, self.model, self.llm = config, table, model, llm
+        super().__init__(config, {**model.weights, **model.adapters}, f"{model.architecture} here")
+        self.table, self.model, self.llm = table, model, llm
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
         self.request = None if config.lora is None else adapter_request()
-        self._imported: set[str] = set()
         self._has_model = False  # apart from its adapters
-        self._ready = False  # a complete set of weights has arrived
-        self._awake = {WEIGHTS, KV_CACHE}
         self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
         self._sleep_mode = has_sleep_mode()
         self._said_so = False
@@ -97,9 +92,6 @@ class VllmRolloutEngine(RolloutEngine):
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
-    def weight_specs(self) -> Sequence[WeightSpec]:
-        return [*self.model.weights.values(), *self.model.adapters.values()]
-
     def weight_form(self) -> WeightForm:
         if self.config.lora is None:
             return "merged"
@@ -107,7 +99,7 @@ class VllmRolloutEngine(RolloutEngine):
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         self._take([(spec, buffer)])
-        parts = self._load([spec], "rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
+        parts = self._load("rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
         return checksum_of(spec, [piece for pieces in parts for piece in pieces])
 
     def import_from_device(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> list[str]:
@@ -118,38 +110,29 @@ class VllmRolloutEngine(RolloutEngine):
         sent = [
             ((spec.name, spec.dtype, spec.shape), buffer if whole else buffer.cpu().numpy()) for spec, buffer in weights
         ]
-        workers: list[list[list[SummedPiece]]] = self._load([spec for spec, _ in weights], "rlctl_load_and_sum", sent)
+        workers: list[list[list[SummedPiece]]] = self._load("rlctl_load_and_sum", sent)
         return [
             word_sum_of(spec, [piece for pieces in workers for piece in pieces[number]])
             for number, (spec, _) in enumerate(weights)
         ]
 
     def _take(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> None:
-        """Have room for these, which must fit."""
         for spec, buffer in weights:
-            self._check_fits(spec, buffer)
-            self._ready = False
+            self._arrive(spec, len(buffer))
             self._has_model = self._has_model and spec.name in self.model.adapters  # a change of it must be whole
 
-    def _load(self, specs: Sequence[WeightSpec], method: str, *args: Any) -> list[Any]:
+    def _load(self, method: str, *args: Any) -> list[Any]:
         try:
-            answers = self._call(method, *args)
+            return self._call(method, *args)
         except (ValueError, KeyError, AssertionError, RuntimeError) as error:
             raise SyncError(f"vLLM does not load what arrived: {error}") from error
-        self._imported.update(spec.name for spec in specs)
-        return answers
 
-    def _check_fits(self, spec: WeightSpec, buffer: Buffer) -> None:
-        known = self.model.weights.get(spec.name) or self.model.adapters.get(spec.name)
-        holder = f"{self.model.architecture} here"
-        check_arrival(spec, len(buffer), known, holder, awake=WEIGHTS in self._awake)
+    def _needed(self) -> Iterable[str]:
+        return self.model.adapters if self._has_model else self._held
 
-    def finish_import(self) -> None:
-        needed = self.model.adapters if self._has_model else {spec.name: spec for spec in self.weight_specs()}
-        check_complete(needed, self._imported)
-        self._imported.clear()
+    def _adopt(self) -> None:
         self._forget_prefixes()
-        self._has_model = self._ready = True
+        self._has_model = True
 
     def _clear_adapters(self) -> None:
         if self.config.lora is not None:
@@ -163,16 +146,12 @@ class VllmRolloutEngine(RolloutEngine):
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        """One request per sample, those of a prefix next to each other: they share its cached blocks.
+    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
+        """Send one request per sample, those of a prefix next to each other: they share its cached blocks.
 
         Each request has a seed of its own, made of `sampling.seed`, the sample's id and its position.
         """
-        check_usable("generate", (WEIGHTS, KV_CACHE), self._awake, self._ready)
-        completions = Completions(prompts, emit)
-        if len(prompts) == 0:
-            return {"generated_tokens": 0, "decode_steps": 0, "cached_prompt_tokens": 0}
-        check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
+        prompts = completions.prompts
         seed_B = request_seeds(sampling.seed, prompts["id_B"], prompts["position_B"])
         choice_B = [
             sampling_params(completions.sampling_of(i, sampling), seed, self.stops) for i, seed in enumerate(seed_B)
@@ -185,9 +164,7 @@ class VllmRolloutEngine(RolloutEngine):
                 completions.finish(int(output.request_id), *completion_of(output))
                 cached += output.num_cached_tokens or 0
             completions.flush()
-        completions.close()
         return {
-            "generated_tokens": completions.generated_tokens,
             "decode_steps": steps,
             "cached_prompt_tokens": cached,  # of prompts, found in the prefix cache instead of computed
         }
@@ -197,7 +174,7 @@ class VllmRolloutEngine(RolloutEngine):
         Needs cache blocks: a sleeping cache gets memory for as long as it takes."""
         from vllm import SamplingParams
 
-        check_usable("score", (WEIGHTS,), self._awake, self._ready)
+        self._check_usable("score", (WEIGHTS,))
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
@@ -240,10 +217,9 @@ class VllmRolloutEngine(RolloutEngine):
 
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 
-    def sleep(self, level: int) -> None:
-        """vLLM's sleep mode, levels as its own. On the CPU, which has none, the cache's memory goes back to the host,
-        at level 2 the weights' too."""
-        assert level in (1, 2), f"sleep level {level}"
+    def _fall_asleep(self, level: int) -> None:
+        """Use vLLM's sleep mode, levels as its own. On the CPU, which has none, give the cache's memory back to the
+        host, at level 2 the weights' too."""
         self._forget_prefixes()
         if self._sleep_mode:
             if self._awake:
@@ -255,31 +231,24 @@ class VllmRolloutEngine(RolloutEngine):
             if level == 2:
                 self._release(WEIGHTS)
         if level == 2:
-            self._ready = self._has_model = False
-            self._imported.clear()
-        self._awake.clear()
+            self._has_model = False
 
-    def wake(self, tags: Sequence[str]) -> None:
-        unknown = set(tags) - {WEIGHTS, KV_CACHE}
-        assert not unknown, f"unknown tags {unknown}"
-        for tag in (WEIGHTS, KV_CACHE):
-            if tag in tags and tag not in self._awake:
-                if self._sleep_mode:
-                    with naming_dead_workers(self.llm):
-                        self.llm.wake_up([tag])
-                self._reclaim(tag)
-                self._awake.add(tag)
-                if tag == WEIGHTS and not self._has_model:
-                    self._clear_adapters()
+    def _wake_up(self, tag: str) -> None:
+        if self._sleep_mode:
+            with naming_dead_workers(self.llm):
+                self.llm.wake_up([tag])
+        if tag in self._released:
+            self._call("rlctl_reclaim", tag)
+            self._released.discard(tag)
+        if tag == WEIGHTS and not self._has_model:
+            self._clear_adapters()
 
     @contextlib.contextmanager
     def _cache_for_a_moment(self) -> Iterator[None]:
         if KV_CACHE in self._awake:
             yield
             return
-        if self._sleep_mode:
-            self.llm.wake_up([KV_CACHE])
-        self._reclaim(KV_CACHE)
+        self._wake_up(KV_CACHE)
         try:
             yield
         finally:
@@ -310,11 +279,6 @@ class VllmRolloutEngine(RolloutEngine):
             self._call("rlctl_release", tag)
             self._released.add(tag)
             hand_back("cpu")
-
-    def _reclaim(self, tag: str) -> None:
-        if tag in self._released:
-            self._call("rlctl_reclaim", tag)
-            self._released.discard(tag)
 
     def _say_how_it_sleeps(self) -> None:
         if not self._said_so:

@@ -67,12 +67,14 @@ def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape, *, pl
     if table.tensor_parallel > 1:
         os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // table.tensor_parallel))
     try:
-        return LLM(**given)
+        llm = LLM(**given)
     except Exception as error:  # from a worker of its own whatever went wrong comes as just that
         raise ModelError(
             f"vLLM {vllm_version()} refuses {config.model.path}: {_gist(error)}",
             hint="the role's log has vLLM's own words; the keys of rollout.engine are passed on to it",
         ) from error
+    llm.collective_rpc("rlctl_unlink_shared_memory")
+    return llm
 
 
 def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict[str, Any]:

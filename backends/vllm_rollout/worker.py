@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,12 @@ class WorkerExtension:
     vllm_config: Any
     model_runner: Any
     get_model: Any
+
+    def rlctl_unlink_shared_memory(self) -> None:
+        """Unlink the segments (8 MiB each) of vLLM's all-reduce on the CPU. Every worker maps them by now, and vLLM
+        itself unlinks them only at an orderly end."""
+        for segment in Path("/dev/shm").glob(f"{os.environ.get('VLLM_DIST_IDENT')}-*-cpushm_*"):
+            segment.unlink(missing_ok=True)
 
     @torch.inference_mode()
     def rlctl_load(self, name: str, dtype: str, shape: tuple[int, ...], buffer: NDArray[np.uint8]) -> list[Piece]:

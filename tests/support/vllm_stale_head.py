@@ -21,8 +21,7 @@ class StaleHeadEngine(VllmRolloutEngine):
     PLAIN_WEIGHTS = False
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
-        self._check_fits(spec, buffer)
-        self._imported.add(spec.name)
+        self._arrive(spec, len(buffer))
         whole = torch.from_numpy(buffer.copy()).view(torch_dtype(spec.dtype)).view(spec.shape)
         self.__dict__.setdefault("arrived", {})[spec.name] = whole
         return checksum_bytes(buffer)

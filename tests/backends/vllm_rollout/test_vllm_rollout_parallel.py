@@ -67,10 +67,18 @@ def test_after_level_2_all_parts_come_again(trainer: HfTrainEngine, engine: Remo
 
 
 def test_the_end_of_one_worker_is_the_samplers(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    """In the middle of an answer; the other worker ends too. Last in this file: nothing comes after it."""
+    """In the middle of an answer; the other worker ends too, and no shared memory is left. Last in this file: nothing
+    comes after it."""
     sync(trainer, engine)
     workers = _workers_of(engine.process.child.pid)
     assert len(workers) == 2
+    segments = {
+        line.split("/dev/shm/")[1]
+        for line in Path(f"/proc/{workers[0]}/maps").read_text().splitlines()
+        if "cpushm" in line
+    }
+    assert len(segments) == 2, "vLLM's all-reduce goes another way"
+    assert all(segment.endswith("(deleted)") for segment in segments), segments
     sampling = Sampling(seed=1, max_response_tokens=85)
     prompts = make_prompts(groups=16, group_size=8)
     engine.process.begin("generate", {"sampling": sampling.model_dump()}, prompts.columns)
