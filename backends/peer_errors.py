@@ -13,29 +13,24 @@ import sys
 from specs.errors import Cause, PeerGone, PeerLate, RlctlError
 
 _GLOO_SOURCE = "/gloo/transport/"  # gloo's errors begin with the file and line that raised them
-_GLOO = {
-    "Connection closed by peer": Cause.PEER_GONE,
-    "Connection reset by peer": Cause.PEER_GONE,
-    "Broken pipe": Cause.PEER_GONE,
-    "Connection refused": Cause.PEER_GONE,
-    "Socket closed": Cause.PEER_GONE,
-    "Application timeout caused pair closure": Cause.PEER_LATE,  # an operation before this one waited too long
-    "Timed out waiting": Cause.PEER_LATE,
-    "Connect timeout": Cause.PEER_LATE,
-    "timed out": Cause.PEER_LATE,
-}
 _STORE_SERVER = "The server socket"  # rank 0 could not open its own: the one network error that no peer explains
-_NCCL = {
-    "ncclRemoteError": Cause.PEER_GONE,
-    "remote process exited": Cause.PEER_GONE,
-    "Connection closed by peer": Cause.PEER_GONE,
-    "Connection reset by peer": Cause.PEER_GONE,
-    "Broken pipe": Cause.PEER_GONE,
-    "Socket Timeout": Cause.PEER_LATE,
-    "wait timeout after": Cause.PEER_LATE,
-    "timed out": Cause.PEER_LATE,
-    "Timed out": Cause.PEER_LATE,
-}
+_GONE = (
+    "ncclRemoteError",
+    "remote process exited",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Socket closed",
+    "Broken pipe",
+)
+_LATE = (
+    "Application timeout caused pair closure",  # an operation before this one waited too long
+    "Connect timeout",
+    "Socket Timeout",
+    "wait timeout after",
+    "timed out",
+    "Timed out",
+)
 
 
 def cause_of(error: BaseException) -> Cause:
@@ -68,10 +63,9 @@ def _cause_of_torch(error: RuntimeError) -> Cause:
         return Cause.RAISED if _STORE_SERVER in text else Cause.PEER_GONE
     if isinstance(error, distributed.DistStoreError):  # a key that another rank should have set
         return Cause.PEER_LATE
-    if isinstance(error, distributed.DistBackendError):
-        return _first(_NCCL, text)
-    return _first(_GLOO, text) if type(error) is RuntimeError and _GLOO_SOURCE in text else Cause.RAISED
-
-
-def _first(phrases: dict[str, Cause], text: str) -> Cause:
-    return next((cause for phrase, cause in phrases.items() if phrase in text), Cause.RAISED)
+    of_gloo = type(error) is RuntimeError and _GLOO_SOURCE in text
+    if not of_gloo and not isinstance(error, distributed.DistBackendError):
+        return Cause.RAISED
+    if any(phrase in text for phrase in _GONE):
+        return Cause.PEER_GONE
+    return Cause.PEER_LATE if any(phrase in text for phrase in _LATE) else Cause.RAISED

@@ -28,13 +28,12 @@ from backends.export.hf_folder import SafetensorsReader, write_folder
 from backends.hf.language_model import class_of_folder, is_composite, language_model_config
 from backends.hf.score_layer import auto_class, has_score_layer, score_layer
 from backends.train.tensor_shards import ShardReader
-from backends.weights.tensor_bytes import named_weights
+from backends.weights.tensor_bytes import DTYPES, named_weights
 from backends.weights.tensor_files import LazyTensor
 from specs.errors import CheckpointError, ExportError
 from specs.model_shapes import language_model_names
 from specs.schema.roles import HeadKind
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A greedy choice counts as decided when it led by more than this many nats: rounding cannot change it.
 DECIDED = {"fp32": 1e-3, "bf16": 0.25}
 # How far a value may be from the trainer's, as a share of the largest, by the coarser precision of the two.

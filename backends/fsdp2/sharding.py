@@ -94,7 +94,6 @@ def allocate(policy: Policy, engine: Fsdp2Table, device: torch.device) -> None:
 class CutTensor:
     """A weight as this rank holds it: a parameter's rows, or a buffer, which every rank holds whole."""
 
-    name: str
     tensor: Tensor
     mesh: ShardMesh
 
@@ -136,4 +135,4 @@ class CutTensor:
 
 def cut_tensors(model: PreTrainedModel, mesh: ShardMesh) -> dict[str, CutTensor]:
     """Return parameters and saved buffers in the order of `state_dict`; a tied one once, under its first name."""
-    return {name: CutTensor(name, tensor, mesh) for name, tensor in named_weights(model).items()}
+    return {name: CutTensor(tensor, mesh) for name, tensor in named_weights(model).items()}

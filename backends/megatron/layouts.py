@@ -74,9 +74,6 @@ class Experts:
         rows = range(self.hidden * expert, self.hidden * (expert + 1))
         return Slot(parameter, (name,), cut=1, rows=(rows,))
 
-    def of_rank(self, rank: int, ranks: int) -> range:
-        return part_of(self.count, rank, ranks)
-
 
 def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
     """Rows of the embedding, so that every tensor rank has as many."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from backends.megatron.layouts import Slot, fuse, own_part, own_rows, put_experts, unfuse, whole_tensor
+from backends.megatron.layouts import Slot, fuse, own_part, own_rows, part_of, put_experts, unfuse, whole_tensor
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import ModelMap
 from backends.train.tensor_shards import Shard
@@ -88,7 +88,9 @@ class ShardedWeights:
         if (part := self._slice(parameter, kind)) is not None:
             start, held = part
             whole[start : start + len(held)] = held
-        if (replicas := self.group.expert_data if is_expert(parameter) else self.group.data).size() > 1:
+        of_expert = not getattr(parameter, "allreduce", True)  # Megatron's own mark
+        replicas = self.group.expert_data if of_expert else self.group.data
+        if replicas.size() > 1:
             dist.all_reduce(whole, group=replicas)
         return whole.view(parameter.shape)
 
@@ -168,14 +170,10 @@ def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 def rank_slots(model_map: ModelMap, group: ModelGroup) -> list[Slot]:
     """Slots of this rank's groups of layers, with its own experts; parameters are named as by `named_parameters`."""
-    experts = model_map.experts.of_rank(group.expert_rank, group.expert_ranks) if model_map.experts else None
+    every = model_map.experts
+    experts = None if every is None else part_of(every.count, group.expert_rank, group.expert_ranks)
     return [
         replace(slot, parameter=f"{chunk}.{slot.parameter}")
         for chunk, stage in enumerate(group.own_stages)
         for slot in model_map.slots(stage, group.stages_of_model, group.tensor_ranks, experts)
     ]
-
-
-def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether it is reduced over the data ranks of experts; Megatron's own mark."""
-    return not getattr(parameter, "allreduce", True)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from backends.train.offload import storage_bytes
+
 _SMALLEST = 2**18  # bytes: what is smaller stays
 _AHEAD = 8  # storages whose copies may be under way
 
@@ -65,7 +67,7 @@ class ActivationOffload:
         known = self._held.get(reference.cdata)
         if known is not None and known.version == tensor._version and not known.source.expired():
             return known
-        held = _Held(self, len(self._order), self._copy_out(_bytes_of(tensor)), reference, tensor._version)
+        held = _Held(self, len(self._order), self._copy_out(storage_bytes(tensor)), reference, tensor._version)
         self._held[reference.cdata] = held
         self._order.append(weakref.ref(held))
         self.offloaded_bytes += storage.nbytes()
@@ -161,8 +163,3 @@ class _View:
         whole = self.held.read()
         found = torch.empty(0, dtype=self.dtype, device=whole.device)
         return found.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of its storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -194,24 +194,12 @@ def _function(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: 
 
 
 def _mean_clipped_log_ratios(
-    log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64], loss: GmpoLoss
+    log_ratio_T: NDArray[np.float64], means: Callable[[NDArray[np.float64]], NDArray[np.float64]], loss: GmpoLoss
 ) -> dict[str, NDArray[np.float64]]:
-    """Means over each sequence's loss tokens, clipped above and clipped below; 0 where it has none."""
-    clipped = {
-        "log_ratio_up_B": np.minimum(log_ratio_T, loss.clip_high),
-        "log_ratio_down_B": np.maximum(log_ratio_T, -loss.clip_low),
-    }
     return {
-        name: np.bincount(sequence_T, value_T, len(tokens_B)) / np.maximum(tokens_B, 1)
-        for name, value_T in clipped.items()
+        "log_ratio_up_B": means(np.minimum(log_ratio_T, loss.clip_high)),
+        "log_ratio_down_B": means(np.maximum(log_ratio_T, -loss.clip_low)),
     }
-
-
-def _mean_log_ratio(
-    log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64], loss: GspoLoss
-) -> dict[str, NDArray[np.float64]]:
-    """Mean over each sequence's loss tokens; 0 where it has none."""
-    return {"log_ratio_B": np.bincount(sequence_T, log_ratio_T, len(tokens_B)) / np.maximum(tokens_B, 1)}
 
 
 @dataclass(frozen=True)
@@ -219,8 +207,8 @@ class LossFunction:
     """The mathematics of a loss table.
 
     `tokens`: (log-prob with gradient, that of the anchor, columns, table) → PolicyLoss. `sequences`, for a table with
-    `sequence_columns`: (log-ratio to the anchor, 0 off the mask; loss tokens of each sequence; sequence of each token;
-    table) → these columns.
+    `sequence_columns`: (log-ratio to the anchor, 0 off the mask; function that makes means over each sequence's loss
+    tokens of a value of each token, 0 where it has none; table) → these columns.
     """
 
     tokens: Callable[[Tensor, Tensor, TokenColumns, Any], PolicyLoss]
@@ -229,7 +217,7 @@ class LossFunction:
 
 LOSSES: Mapping[type[Loss], LossFunction] = {
     PpoClip: LossFunction(_ppo_clip),
-    GspoLoss: LossFunction(_gspo, _mean_log_ratio),
+    GspoLoss: LossFunction(_gspo, lambda log_ratio_T, means, _: {"log_ratio_B": means(log_ratio_T)}),
     CispoLoss: LossFunction(_cispo),
     SapoLoss: LossFunction(_sapo),
     FunctionLoss: LossFunction(_function),
@@ -259,7 +247,12 @@ def sequence_columns(
         return {}
     on_policy = loss.anchor == "current"
     ratio_T = np.zeros(batch.num_tokens) if on_policy else log_ratio_T(batch, loss, logprobs())
-    return function(ratio_T, loss_tokens_B(batch), batch.sequence_T, loss)
+    tokens_B, sequence_T = loss_tokens_B(batch), batch.sequence_T
+
+    def means(value_T: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.bincount(sequence_T, value_T, len(tokens_B)) / np.maximum(tokens_B, 1)
+
+    return function(ratio_T, means, loss)
 
 
 def policy_loss(

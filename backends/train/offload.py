@@ -67,16 +67,18 @@ def piece_sizes(nbytes: int) -> list[int]:
 
 def _paired(pieces: list[Tensor], tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each piece with the part of the tensor's storage that it is for."""
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return zip(pieces, whole.split([len(piece) for piece in pieces]), strict=True)
+    return zip(pieces, storage_bytes(tensor).split([len(piece) for piece in pieces]), strict=True)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The bytes of each storage that the tensors lie in, once and whole: views may be many, padded, or share one."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            found[storage.data_ptr()] = whole.set_(storage)
+        if tensor.untyped_storage().nbytes():
+            found[tensor.untyped_storage().data_ptr()] = storage_bytes(tensor)
     return list(found.values())
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """Return all bytes of its storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

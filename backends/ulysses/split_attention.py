@@ -47,10 +47,6 @@ def sharing(group: SequenceGroup) -> Iterator[None]:
         _put(previous)
 
 
-def group_in_effect() -> SequenceGroup:
-    return _in_effect
-
-
 def _put(group: SequenceGroup) -> None:
     global _in_effect
     _in_effect = group

@@ -20,9 +20,9 @@ from train_helpers import grpo, make_batch, scale_of, train_config  # noqa: E402
 from backends import activity  # noqa: E402
 from backends.ddp.engine import DdpTrainEngine  # noqa: E402
 from backends.protocol import LossScale, Rank  # noqa: E402
+from backends.ulysses import split_attention  # noqa: E402
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group  # noqa: E402
 from backends.ulysses.shared_batch import share_batch, sum_of_ranks  # noqa: E402
-from backends.ulysses.split_attention import group_in_effect  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
 from specs.wire.partition import shards  # noqa: E402
@@ -66,7 +66,7 @@ def several_meshes(model: Path, rank: Rank) -> dict[str, Any]:
             told_T, norm = step_of(engine, batch.select(mine), scale_of(batch))
             told = dict(zip(batch.token_index(mine).tolist(), told_T.tolist(), strict=True))
             found[role].append({"told": told, "norm": norm})
-            assert group_in_effect() is ALONE
+            assert split_attention._in_effect is ALONE
     return found
 
 

@@ -18,6 +18,7 @@ from backends.megatron.layouts import (
     own_part,
     own_rows,
     padded_vocabulary,
+    part_of,
     put_experts,
     source,
     unfuse,
@@ -78,7 +79,7 @@ def test_an_expert_is_rows_of_the_tensors_of_all() -> None:
         [6, 8, 10],
         [7, 9, 11],
     ]
-    assert [list(experts.of_rank(rank, 2)) for rank in (0, 1)] == [[0], [1]]
+    assert [list(part_of(experts.count, rank, 2)) for rank in (0, 1)] == [[0], [1]]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -166,9 +166,8 @@ def test_gradients_against_finite_differences(loss: Loss) -> None:
 def test_gmpo_by_hand() -> None:
     """Log-ratios 0.2 and 1.0, clipped at 0.4: the geometric mean is exp(0.3); pushed down it is exp(0.6), since only
     the lower clip counts there. Loss and gradient of the mean are -A·GM and, at tokens inside, -A·GM/2."""
-    sequence_T, tokens_B = np.array([0, 0]), np.array([2])
-    ratio_T, loss = np.array([0.2, 1.0]), GmpoLoss(anchor="trainer")
-    means = LOSSES[GmpoLoss].sequences(ratio_T, tokens_B, sequence_T, loss)
+    sequence_T, ratio_T, loss = np.array([0, 0]), np.array([0.2, 1.0]), GmpoLoss(anchor="trainer")
+    means = LOSSES[GmpoLoss].sequences(ratio_T, lambda value_T: np.array([value_T.mean()]), loss)
     assert {name: column_B.tolist() for name, column_B in means.items()} == {
         "log_ratio_up_B": [pytest.approx(0.3)],
         "log_ratio_down_B": [pytest.approx(0.6)],
