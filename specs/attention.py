@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specs.model_facts import merged_config
+
 Attention = Literal[
     "auto",
     "eager",
@@ -134,8 +136,7 @@ def decide(asked: str, facts: AttentionFacts) -> Decision:
 
 def score_changes(config: Mapping[str, Any]) -> str:
     """Name what a model does to its attention scores besides scaling them, by its `config.json`; or nothing."""
-    text = config.get("text_config")
-    merged = {**config, **text} if isinstance(text, Mapping) else config
+    merged = merged_config(config)
     model_type = merged.get("model_type")
     if merged.get("attn_logit_softcapping", model_type in _MODELS_WITH_SOFTCAP):
         return _SOFTCAP

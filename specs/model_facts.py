@@ -19,6 +19,15 @@ LAYER_KINDS = (
 _STATE_KEYS = ("mamba_", "ssm_", "linear_conv_")  # of configs that list no kinds of layers
 
 
+def merged_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parsed `config.json` with what it says of a language model that is one part of it."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # the whole made the files
+    return {**config, **text, **tied}
+
+
 def tokens_of_one_rope(config: Mapping[str, Any]) -> int:
     """Return the number of tokens up to which positions are rotated in one way; 0: any number.
 
@@ -62,8 +71,7 @@ class ModelFacts:
 def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     """Return the facts of a parsed `config.json` (of a multimodal model: of its text part). None where it names no
     heads, layers or width as Hugging Face decoders do."""
-    text = config.get("text_config")
-    merged = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    merged = merged_config(config)
 
     def number(*names: str) -> int:
         found = next((merged[name] for name in names if isinstance(merged.get(name), int)), 0)
@@ -80,7 +88,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     if not with_state and any(key.startswith(_STATE_KEYS) for key in merged):
         with_state = layers
     latent = number("qk_nope_head_dim") + number("qk_rope_head_dim") + number("v_head_dim")
-    tied = config.get("tie_word_embeddings", merged.get("tie_word_embeddings", kind in _TIED))  # the whole's first
+    tied = merged.get("tie_word_embeddings", kind in _TIED)
     return ModelFacts(
         model_type=kind,
         architecture=next(iter(config.get("architectures") or ()), ""),
@@ -99,7 +107,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         sliding_window=window if merged.get("use_sliding_window", True) else 0,
         tied_embeddings=bool(tied),
         dtype=str(merged.get("dtype") or merged.get("torch_dtype") or ""),
-        composite=isinstance(text, Mapping),
+        composite=isinstance(config.get("text_config"), Mapping),
         attention_chunk=number("attention_chunk_size"),
         state_layers=with_state,
         state_size=_state_size(number) if with_state else 0,
@@ -144,8 +152,7 @@ def positions_of(config: Mapping[str, Any]) -> int:
     """Return how many positions a sequence may have by a `config.json`, or by one that transformers has filled in; 0:
     no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised.
     Dynamic scaling does not count: beyond them it depends on the longest sequence of a batch."""
-    text = config.get("text_config")
-    merged = {**config, **text} if isinstance(text, Mapping) else config
+    merged = merged_config(config)
     given = merged.get("max_position_embeddings", merged.get("n_positions"))
     positions = given if type(given) is int and given > 0 else 0
     rope = merged.get("rope_parameters") or merged.get("rope_scaling")

@@ -20,6 +20,7 @@ from backends.hf.tokenizer import token_ids
 from backends.protocol import OnMeta, WeightSpec
 from backends.weights.tensor_bytes import DTYPES, named_weights, wire_dtype
 from specs.errors import ModelError
+from specs.model_facts import model_facts
 from specs.schema.role_section import Lora
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import ModelConfig
@@ -37,6 +38,7 @@ class ModelShape:
     layers: int
     vocab_size: int
     tied_embeddings: bool
+    carries_state: bool  # in some layers, from token to token
     end_tokens: frozenset[int]  # of config and generation config
 
 
@@ -53,6 +55,7 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(f"model {config.path}: {said}", hint="model.path must hold a causal language model") from None
     model.tie_weights()
+    facts = model_facts(hf_config.to_dict())
     text = hf_config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and config.max_sequence_tokens > limit:
@@ -68,6 +71,7 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
         hidden_size=text.hidden_size,
         layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
+        carries_state=facts is not None and facts.state_layers > 0,
         end_tokens=_end_tokens(config, text.eos_token_id),
         tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )

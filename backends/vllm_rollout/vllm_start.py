@@ -98,7 +98,8 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
         "gpu_memory_utilization": table.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_GiB is None else int(kv_cache_GiB * GIB),
         "max_num_seqs": table.max_sequences,
-        "enable_prefix_caching": table.prefix_caching,
+        # vLLM's CPU kernels do not give the states inside a prompt that its cache wants.
+        "enable_prefix_caching": table.prefix_caching and not (on_cpu and model.carries_state),
         "enforce_eager": on_cpu if table.enforce_eager is None else table.enforce_eager,
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         # Triton computes a mixture's experts from the layout that the loader writes; others shuffle it at the start.

@@ -120,7 +120,10 @@ class WorkerExtension:
                     self._rlctl_adapters().write(name, weight)
             except (ValueError, KeyError, AssertionError, RuntimeError) as error:
                 raise RuntimeError(f"weight {reached}: {error}") from error
-        return copies.found
+        return [
+            [(_as_sent(name, own, part), part, first) for own, part, first in each]
+            for (name, _), each in zip(named, copies.found, strict=True)
+        ]
 
     def rlctl_clear_adapters(self, rank: int, layers: tuple[str, ...]) -> None:
         """Make room for one set of adapters of `rank`, all zero. Raises ModelError where vLLM has none for one of
@@ -181,7 +184,7 @@ class WorkerExtension:
         model: nn.Module = self.get_model()
         tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
         layers = self._attention_layers()
-        classes = {type(layer.impl) for layer in layers}
+        classes = {type(getattr(layer, "impl", layer)) for layer in layers}  # a layer with a state is its own
         return WorkerModel(
             model_class=type(model).__name__,
             parameters=_count(model, padded=tables),
@@ -190,6 +193,14 @@ class WorkerExtension:
             attention_classes=tuple(sorted(f"{one.__module__}.{one.__qualname__}" for one in classes)),
             tied_embeddings=len({id(table.weight) for table in tables}) == 1,
         )
+
+
+def _as_sent(name: str, own: Tensor, part: Tensor) -> Tensor:
+    """Return what vLLM's tensor says that was sent: itself, or, of decays of Mamba layers, which vLLM keeps as
+    -exp(A_log), the part that gives them to the bit."""
+    if name.endswith(".A_log") and torch.equal(own, -part.float().exp()):
+        return part
+    return own
 
 
 class CopiesFrom(TorchDispatchMode):

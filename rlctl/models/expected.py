@@ -13,7 +13,7 @@ from rlctl.models.hardware import gpu_capability
 from rlctl.models.model_tensors import tensors_of_config
 from rlctl.models.paths import config_of, resolve_model
 from specs.attention import Decision
-from specs.model_facts import model_facts
+from specs.model_facts import merged_config, model_facts
 from specs.model_shapes import SCORE_LAYER, ModelTensors
 from specs.rules.attention_rules import kernels_of
 from specs.schema.engines.engine_table import TrainTable
@@ -93,7 +93,7 @@ def _model(role: RoleName, section: Any, config: Mapping[str, Any]) -> dict[str,
     found |= {"hidden_size": facts.hidden_size, "layers": facts.layers}
     found |= {"vocab_size": facts.vocab_size} if facts.vocab_size else {}
     found |= {"recomputed_layers": facts.layers} if recomputed is True else {}
-    if "tie_word_embeddings" not in {**config, **(config.get("text_config") or {})}:
+    if "tie_word_embeddings" not in merged_config(config):
         return found
     if tensors is not None:
         tensors = tensors if head == "lm" else tensors.with_score_layer(facts.hidden_size)

@@ -13,7 +13,7 @@ from rlctl.models.weight_files import AGAIN, no_weights, weight_problems
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
-from specs.model_facts import LAYER_KINDS, positions_of, tokens_of_one_rope
+from specs.model_facts import LAYER_KINDS, merged_config, positions_of, tokens_of_one_rope
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -100,8 +100,7 @@ class ModelCheck:
         if not isinstance(config.get("model_type"), str):
             self._wrong("config.json has no model_type", "it must be the config of a Hugging Face model")
             return
-        text = config.get("text_config")
-        self.config = {**config, **text} if isinstance(text, dict) else config
+        self.config = dict(merged_config(config))
         if not self._heads_fit():
             return
         if self.key == "model.path" or not self._role.same_tokens:  # else it is compared with the actor's

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specs.model_facts import ModelFacts, model_facts
+from specs.model_facts import ModelFacts, merged_config, model_facts
 from specs.model_shapes import ModelTensors, ParameterShape, Shape, language_model_names
 from specs.safetensors_header import read_header
 
@@ -55,7 +55,7 @@ KNOWN_FAMILIES = tuple(_FAMILIES)
 def tensors_of_config(config: Mapping[str, Any]) -> ModelTensors | None:
     """Return the parameters of the causal language model of a parsed `config.json`; None for an unknown family."""
     facts = model_facts(config)
-    config = {**config, **(config.get("text_config") or {})}
+    config = merged_config(config)
     if facts is None or not facts.vocab_size or facts.model_type not in _FAMILIES:
         return None
     return ModelTensors(tuple(_decoder(_FAMILIES[facts.model_type], facts, config)), "config.json")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from specs.model_facts import ModelFacts, mlp_width, model_facts
+from specs.model_facts import ModelFacts, merged_config, mlp_width, model_facts
 
 _WHOLE, _WINDOWS = ("full_attention", "attention", "hybrid"), ("sliding_attention", "chunked_attention")
 # One layer in so many sees everything, where the config does not say which do.
@@ -42,8 +42,7 @@ class DecoderSize:
         facts = model_facts(config)
         if facts is None:
             return None
-        text = config.get("text_config")
-        merged = {**config, **text} if isinstance(text, Mapping) else config
+        merged = merged_config(config)
         hidden, width = facts.hidden_size, facts.heads * facts.head_dim
         attention = 2 * hidden * width + 2 * hidden * facts.kv_heads * facts.head_dim
         matrices = 2 if facts.model_type in _UNGATED else 3

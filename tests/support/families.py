@@ -223,6 +223,7 @@ FAMILIES = {
             "layer_types": ["mamba", "attention", "mamba"],
             "mamba_n_heads": 8,
         },
+        vllm="fp32",
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3.5 MoE (text)",

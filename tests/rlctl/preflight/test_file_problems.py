@@ -69,3 +69,12 @@ def test_gpus_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     )
     assert all("run on the CPU" in one.hint and "--target cluster" in one.hint for one in warnings)
     assert file_problems(spec, tmp_path, starting=True) == (warnings, [])
+
+
+def test_folders_of_several_models_are_for_engines_that_build_transformers_models(tmp_path: Path, model: Path) -> None:
+    """The others have models of their own, and names for what is in them."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
+    assert check(tmp_path, *USE_MODEL)[0] == []
+    errors, _ = check(tmp_path, *USE_MODEL, 'rollout.engine.kind="vllm"')
+    assert "this folder's language model is one among others" in "".join(map(str, errors))
