@@ -19,6 +19,10 @@ ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
     **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
 }
+# Name of a dtype on the wire → its code in a file.
+CODES = {"fp32": "F32", "bf16": "BF16", "float64": "F64", "float16": "F16", "bool": "BOOL"} | {
+    f"{sign}int{bits}": f"{letter}{bits}" for sign, letter in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)
+}
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -20,11 +20,8 @@ from numpy.typing import NDArray
 from backends.protocol import WeightSpec
 from backends.weights.checksum import checksum_bytes
 from specs.errors import SyncError
-from specs.safetensors_header import make_header, read_header
+from specs.safetensors_header import CODES, make_header, read_header
 
-CODES = {"fp32": "F32", "bf16": "BF16", "float16": "F16", "float64": "F64"} | {
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
-}
 _NAME = "model.safetensors"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +23,7 @@ from backends.hf.hf_model import (
     to_device,
 )
 from backends.hf.tokenizer import token_ids
+from backends.memory import hand_back
 from backends.packed.layout import PackedLayout
 from backends.protocol import OnMeta, Rank, WeightMemory, WeightSpec
 from backends.rollout.completions import Completions
@@ -273,8 +272,4 @@ def _read_back(arrivals: Iterable[int], held_U: NDArray[np.uint8]) -> str:
 
 def _give_back_memory(device: torch.device) -> None:
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # musl has no malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
+    hand_back(device.type)

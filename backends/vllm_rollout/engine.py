@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,6 @@ class VllmRolloutEngine(SyncedSampler):
         self._has_model = False  # apart from its adapters
         self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
         self._sleep_mode = has_sleep_mode()
-        self._said_so = False
         self._clear_adapters()
 
     @classmethod
@@ -226,7 +224,6 @@ class VllmRolloutEngine(SyncedSampler):
                 with naming_dead_workers(self.llm):
                     self.llm.sleep(level)
         else:
-            self._say_how_it_sleeps()
             self._release(KV_CACHE)
             if level == 2:
                 self._release(WEIGHTS)
@@ -279,12 +276,6 @@ class VllmRolloutEngine(SyncedSampler):
             self._call("rlctl_release", tag)
             self._released.add(tag)
             hand_back("cpu")
-
-    def _say_how_it_sleeps(self) -> None:
-        if not self._said_so:
-            what = "asleep, this rollout gives back its KV cache, and at level 2 its weights"
-            print(f"vLLM has no sleep mode on this platform: {what}", file=sys.stderr, flush=True)
-            self._said_so = True
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

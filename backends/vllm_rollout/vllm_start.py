@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,8 @@ def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape, *, pl
     _check_platform(on_cpu)
     given = arguments(config, model, on_cpu=on_cpu)
     given["enable_sleep_mode"] = has_sleep_mode()
-    given["worker_extension_cls"] = _worker_extension(packs=on_cpu and plain_weights)
+    module = "plain_worker" if on_cpu and plain_weights else "worker"
+    given["worker_extension_cls"] = f"backends.vllm_rollout.{module}.WorkerExtension"
     if given["enforce_eager"]:
         # vLLM compiles helpers of its sampler all the same: on the CPU 20 s of a C++ compiler at the first request.
         torch._dynamo.config.disable = True
@@ -108,12 +108,6 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
         "seed": config.model.seed,
         "disable_log_stats": True,
     }
-
-
-def _worker_extension(*, packs: bool) -> str:
-    """Name of the class whose methods vLLM adds to its workers. `packs`: its weights are to be kept plain."""
-    module = import_module(f"backends.vllm_rollout.{'plain_worker' if packs else 'worker'}")
-    return f"{module.__name__}.{module.WorkerExtension.__name__}"
 
 
 def _room_for_adapters(config: RolloutConfig, model: ModelShape) -> dict[str, Any]:

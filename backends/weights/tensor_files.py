@@ -16,21 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specs.safetensors_header import Entry, Header, make_header, read_header
+from backends.weights.tensor_bytes import torch_dtype, wire_dtype
+from specs.safetensors_header import CODES, Entry, Header, make_header, read_header
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES = {code: torch_dtype(name) for name, code in CODES.items()}
 _STAGE_BYTES = 64 * 2**20  # host memory between a file and another device
 
 
@@ -56,7 +45,7 @@ def write_file(
 ) -> None:
     """A safetensors file, on the disk when this returns. Holds one tensor at a time; none that are already
     contiguous host memory is copied. `wrote` is told the bytes of each as it is done."""
-    header, order = make_header([(each.name, CODES[each.dtype], each.shape) for each in tensors], metadata)
+    header, order = make_header([(each.name, CODES[wire_dtype(each.dtype)], each.shape) for each in tensors], metadata)
     with path.open("wb") as file:
         file.write(header)
         for each in (tensors[i] for i in order):

@@ -14,48 +14,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.errors import ChannelError
+from specs.safetensors_header import CODES, make_header
 
 Buffer = bytes | bytearray | memoryview
 
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "F16": "float16",
-    "U32": "uint32",
-    "I32": "int32",
-    "F32": "float32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
-}
-_NAMES = {np.dtype(name): code for code, name in _DTYPES.items()}
-_NUMPY = {code: np.dtype(name) for code, name in _DTYPES.items()}
+_NUMPY = {code: np.dtype("float32" if name == "fp32" else name) for name, code in CODES.items() if name != "bf16"}
+_NAMES = {dtype: code for code, dtype in _NUMPY.items()}
 _MAX_HEADER_BYTES = 10 * 2**20
 _LENGTH_BYTES = 8
-_ALIGNMENT = 8
-_TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode(tensors: Mapping[str, NDArray[np.generic]]) -> bytearray:
     """Tensors to one blob. Raises TypeError on a dtype that the wire does not carry."""
-    # Widest first, as the format wants it: then every tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header: dict[str, dict[str, object]] = {}
-    end = 0
-    for name, array in ordered:
-        if (code := _NAMES.get(array.dtype)) is None:
+    for name, array in tensors.items():
+        if array.dtype not in _NAMES:
             raise TypeError(f"tensor {name} has dtype {array.dtype}, which cannot be sent")
-        start, end = end, end + array.nbytes
-        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [start, end]}
-    text = _TO_JSON(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    data = _LENGTH_BYTES + len(text)
-    blob = bytearray(data + end)
-    blob[:data] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    for array in (array for _, array in ordered if array.size):
+    arrays = list(tensors.values())
+    header, order = make_header([(name, _NAMES[array.dtype], array.shape) for name, array in tensors.items()], {})
+    data = len(header)
+    blob = bytearray(data + sum(array.nbytes for array in arrays))
+    blob[:data] = header
+    for array in (arrays[i] for i in order if arrays[i].size):
         target = np.frombuffer(blob, array.dtype, array.size, data).reshape(array.shape)
         np.copyto(target, array)
         data += array.nbytes

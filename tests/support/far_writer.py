@@ -14,7 +14,8 @@ import sys
 import numpy as np
 
 from specs.errors import RlctlError
-from workers.transports import Known, open_writer
+from workers.transports import open_writer
+from workers.transports.base import Known
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from specs.wire import bodies
 from specs.wire.messages import Verb
 from workers.roles.learner import Learner
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
-from workers.transports import Known
+from workers.transports.base import Known
 from workers.transports.ends import Exporter
 
 

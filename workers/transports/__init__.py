@@ -13,22 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specs.schema.spec import TransportKind
-from workers.transports.base import (
-    ALIGNMENT,
-    NOTHING_KNOWN,
-    BlockReader,
-    BlockWriter,
-    BucketReader,
-    BucketWriter,
-    Known,
-    Reader,
-    Writer,
-)
-
-__all__ = [
-    "ALIGNMENT", "IN_BLOCKS", "NOTHING_KNOWN", "BlockReader", "BlockWriter", "BucketReader", "BucketWriter", "Checksum",
-    "Known", "Reader", "Writer", "checksum_of", "open_reader", "open_writer", "sweep",
-]  # fmt: skip
+from workers.transports.base import Reader, Writer
 
 # By what both ends of a transport compare a weight: xxh3-64 of bytes in host memory, or a sum over words that a device
 # computes where they lie (`backends/weights/checksum.py`, `word_sum.py`).

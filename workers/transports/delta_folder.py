@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from backends.protocol import Buffer
 from specs.errors import SyncError
-from specs.safetensors_header import ITEM_BYTES, Header
+from specs.safetensors_header import CODES, ITEM_BYTES, Header
 from workers.transports.base import FOLDER_PREFIX, NOTHING_KNOWN, Entry, Known, filled_bytes
 from workers.transports.delta_coding import Delta, apply, delta_of
 from workers.transports.folder import (
-    CODES,
     FolderReader,
     FolderWriter,
     aligned_bytes,

@@ -21,9 +21,9 @@ from specs.errors import PeerGone, SyncError
 from specs.schema.role_section import DType
 from specs.schema.spec import TransportKind, WeightForm
 from specs.wire.bodies import SentWeight, WireWeight
-from workers.transports import (
+from workers.transports import IN_BLOCKS, checksum_of, open_reader, open_writer
+from workers.transports.base import (
     ALIGNMENT,
-    IN_BLOCKS,
     NOTHING_KNOWN,
     BlockReader,
     BlockWriter,
@@ -32,9 +32,6 @@ from workers.transports import (
     Known,
     Reader,
     Writer,
-    checksum_of,
-    open_reader,
-    open_writer,
 )
 
 WINDOWS = 2

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from backends.protocol import Buffer
 from specs.errors import RlctlError, SyncError
-from specs.safetensors_header import Header, make_header, read_header
+from specs.safetensors_header import CODES, Header, make_header, read_header
 from workers.transports.base import (
     ALIGNMENT,
     FOLDER_PREFIX,
@@ -33,9 +33,6 @@ from workers.transports.base import (
 )
 
 _APPEAR_TIMEOUT_S = 60.0  # a shared file system may show a new file late
-CODES = {"fp32": "F32", "bf16": "BF16", "float64": "F64", "float16": "F16", "bool": "BOOL"} | {
-    f"{sign}int{bits}": f"{letter}{bits}" for sign, letter in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)
-}
 
 
 class FolderWriter(BucketWriter):

@@ -106,11 +106,8 @@ class HostFollower:
         """The windows of a pass. Raises PeerGone, PeerLate."""
         place, descriptors = self._leader.receive_place()
         if place == _NEW:
-            if not descriptors:
-                hint = "raise the number of files that a process may have open (ulimit -n)"
-                raise SyncError("the memory of this host's reader did not come with its message", hint=hint)
             self._unmap()
-            self._segment = SharedSegment.of(descriptors[0], os.fstat(descriptors[0]).st_size)
+            self._segment = SharedSegment.received(descriptors)
             self._windows = _cut(self._segment, count)
         self._leader.reset()
         self._received = 0

@@ -25,14 +25,7 @@ from backends.protocol import WeightMemory
 from specs.errors import SyncError
 from specs.memory_parts import BLOCK_BYTES, BLOCKS
 from workers.transports import unix_peer
-from workers.transports.base import (
-    ALIGNMENT,
-    NOTHING_KNOWN,
-    BlockReader,
-    BlockWriter,
-    Known,
-    Share,
-)
+from workers.transports.base import ALIGNMENT, NOTHING_KNOWN, BlockReader, BlockWriter, Known, Share
 from workers.transports.shm_segment import SharedSegment, folders
 from workers.transports.unix_peer import Reaching, UnixPeer
 
@@ -78,7 +71,7 @@ class _Mapped:
         with os.fdopen(table, encoding="utf-8") as file:
             file.seek(0)
             self._place: Mapping[str, int] = json.load(file)
-        self._memory = SharedSegment.of(memory, os.fstat(memory).st_size)
+        self._memory = SharedSegment.received([memory])
         borrow(self._memory.nbytes)
 
     def of(self, name: str, nbytes: int) -> NDArray[np.uint8]:
@@ -236,11 +229,7 @@ class ShmReader(BlockReader):
     def _arriving(self, nbytes: int) -> Iterator[tuple[int, int]]:
         assert self._peer is not None, "begin comes first"
         if self.segment is None:
-            _, descriptors = self._peer.receive_place()
-            if not descriptors:
-                hint = "raise the number of files that a process may have open (ulimit -n)"
-                raise SyncError("the actor's shared memory did not come with its message", hint=hint)
-            self.segment = SharedSegment.of(descriptors[0], BLOCKS * BLOCK_BYTES)
+            self.segment = SharedSegment.received(self._peer.receive_place()[1])
         for first, size in self._stream.pieces(nbytes):
             if first >= self._stream.unit_end:
                 unit, signals = self._stream.go_on()

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +53,12 @@ class SharedSegment:
         return cls(descriptor, nbytes)
 
     @classmethod
-    def of(cls, descriptor: int, nbytes: int) -> SharedSegment:
-        """Maps an open file, which is closed here; the mapping keeps it."""
-        segment = cls(descriptor, nbytes)
+    def received(cls, descriptors: Sequence[int]) -> SharedSegment:
+        """Map the open file that came with a message and close it here; the mapping keeps it. Raises SyncError."""
+        if not descriptors:
+            hint = "raise the number of files that a process may have open (ulimit -n)"
+            raise SyncError("shared memory did not come with the message that announces it", hint=hint)
+        segment = cls(descriptors[0], os.fstat(descriptors[0]).st_size)
         segment._close_file()
         return segment
 

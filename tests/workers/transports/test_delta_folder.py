@@ -11,8 +11,8 @@ import pytest
 
 from backends.weights.checksum import checksum_bytes
 from specs.errors import SyncError
-from workers.transports import Known, open_reader, open_writer
-from workers.transports.base import BucketReader, BucketWriter
+from workers.transports import open_reader, open_writer
+from workers.transports.base import BucketReader, BucketWriter, Known
 
 WORDS = (30_000, 30_000, 500)  # of the weights; two buckets
 BUCKETS = ((0,), (1, 2))
