@@ -37,48 +37,40 @@ class Client:
 
     def healthy(self, timeout_s: float) -> bool:
         try:
-            return self._send("GET", "/health", None, timeout_s)[0] == HTTPStatus.OK
+            return self._send("/health", None, timeout_s)[0] == HTTPStatus.OK
         except OSError:  # not listening yet
             return False
 
-    def get(self, path: str) -> Any:
-        return self._request("GET", path, None, CONTROL_S)
-
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = CONTROL_S) -> Any:
-        """The decoded reply; None where it is empty. `timeout_s` None: as long as it takes (the driver's verb timeout
-        ends a role that hangs). Raises ServerError with what the server said."""
-        return self._request("POST", path, body, timeout_s)
-
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+    def request(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = CONTROL_S) -> Any:
+        """POST `body`, or GET without one; return the decoded reply, None where it is empty. `timeout_s` None: as long
+        as it takes (the driver's verb timeout ends a role that hangs). Raises ServerError with the server's message."""
         try:
-            status, data = self._send(method, path, body, timeout_s)
+            status, data = self._send(path, body, timeout_s)
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(
                 f"the SGLang server did not answer {path}: {type(error).__name__}: {error}",
                 hint="its log is part of this role's log",
             ) from None
         if status != HTTPStatus.OK:
-            raise ServerError(f"the SGLang server refused {path}: {status}: {_what_it_said(data)}")
+            raise ServerError(f"the SGLang server refused {path}: {status}: {_message(data)}")
         try:
             return json.loads(data) if data.strip() else None
         except ValueError:
             raise ServerError(f"the SGLang server's reply to {path} is not JSON") from None
 
-    def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
-    ) -> tuple[int, bytes]:
+    def _send(self, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-            connection.request(method, path, content, self._headers)
+            connection.request("GET" if body is None else "POST", path, content, self._headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
             connection.close()
 
 
-def _what_it_said(data: bytes) -> str:
-    """The message inside an error's body: `{"error": {"message": …}}`, `{"error": …}` or `{"message": …}`."""
+def _message(data: bytes) -> str:
+    """Return the message inside an error's body: `{"error": {"message": …}}`, `{"error": …}` or `{"message": …}`."""
     text = data.decode("utf-8", "replace").strip()
     try:
         found = json.loads(text)
@@ -135,7 +127,7 @@ def parse_sample(reply: Mapping[str, Any], max_new_tokens: int) -> ServerSample:
 
 
 def parse_scores(replies: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> list[float]:
-    """Log-prob of the token that was asked for in each reply. Raises ServerError where it is another's."""
+    """Return the log-prob of each reply's token. Raises ServerError where it is another's."""
     if not isinstance(replies, list) or len(replies) != len(tokens):
         raise ServerError(f"the SGLang server did not return {len(tokens)} replies")
     found = []

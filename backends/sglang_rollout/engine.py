@@ -44,8 +44,8 @@ class SglangRolloutEngine(SyncedSampler):
         super().__init__(config, shape.weights, config.model.path)
         self.table, self.shape, self.server = config.engine, shape, server
         self.stops = stops
-        self._model_info: Mapping[str, Any] = server.client.get("/model_info")
-        self._server_info: Mapping[str, Any] = server.client.get("/server_info")
+        self._model_info: Mapping[str, Any] = server.client.request("/model_info")
+        self._server_info: Mapping[str, Any] = server.client.request("/server_info")
         self._check_version()
         self._fingerprints = Fingerprints(self._hashes())
         self._folder: WeightsFolder | None = None  # while weights come in
@@ -77,8 +77,7 @@ class SglangRolloutEngine(SyncedSampler):
 
     def built(self) -> ModelBuilt:
         """Class, path, dtype and attention as the server reports them; sizes from the model's config."""
-        dtypes = {name: ours for ours, name in DTYPES.items()}
-        backend = str(self._server_info.get("attention_backend"))
+        backend, dtype = str(self._server_info.get("attention_backend")), str(self._server_info["dtype"])
         return ModelBuilt(
             model_class=str((self._model_info.get("architectures") or ["unknown"])[0]),
             path=str(self._model_info["model_path"]),
@@ -87,7 +86,7 @@ class SglangRolloutEngine(SyncedSampler):
             hidden_size=self.shape.hidden_size,
             layers=self.shape.layers,
             vocab_size=self.shape.vocab_size,
-            dtype=dtypes.get(str(self._server_info["dtype"]), str(self._server_info["dtype"])),
+            dtype=next((ours for ours, name in DTYPES.items() if name == dtype), dtype),
             attn_implementation=backend,
             attn_function=f"sglang {self._server_info['version']}: {backend}",
             tied_embeddings=self.shape.tied_embeddings,
@@ -134,13 +133,13 @@ class SglangRolloutEngine(SyncedSampler):
         cached = 0
         # As many requests in flight as the server has slots, so that it never waits for us and queues by itself.
         with ThreadPoolExecutor(min(len(completions.prefixes), self.table.max_sequences)) as pool:
-            asked = {
+            sent = {
                 pool.submit(self._ask, completions, members, seeds, sampling): members
                 for members in completions.prefixes
             }
             try:
-                for done in as_completed(asked):
-                    for index, sample in zip(asked[done], done.result(), strict=True):
+                for done in as_completed(sent):
+                    for index, sample in zip(sent[done], done.result(), strict=True):
                         completions.finish(index, sample.tokens, sample.logprobs, sample.finished)
                         activity.count("token", len(sample.tokens))
                         cached += sample.cached_tokens
@@ -207,7 +206,7 @@ class SglangRolloutEngine(SyncedSampler):
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = 600.0) -> Any:
         try:
-            return self.server.client.post(path, body, timeout_s)
+            return self.server.client.request(path, body, timeout_s)
         except Unreachable:
             self.server.check_alive(ENDING_S)
             raise

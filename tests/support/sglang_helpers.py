@@ -90,7 +90,7 @@ def engine_on_shared_server(config: RolloutConfig) -> SglangRolloutEngine:
         engine._drop_folder()
     for tag in ("weights", "kv_cache"):
         with suppress(ServerError):  # it was not released
-            server.client.post("/resume_memory_occupation", {"tags": [tag]})
+            server.client.request("/resume_memory_occupation", {"tags": [tag]})
     engine = SglangRolloutEngine(config, shape, server, stop_tokens(shape.end_tokens, config, ask_tokenizer=True))
     engine._fingerprints = Fingerprints(())  # an earlier test may have loaded the same weights
     _half_way[:] = [engine]
