@@ -9,7 +9,7 @@ torn.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from specs.errors import SyncError
 
@@ -36,11 +36,10 @@ class Fingerprints:
         self._hashes = before_any
         self._checksums: Mapping[str, str] = {}
 
-    def check(self, checksums: Mapping[str, str], hashes: Hashes) -> int:
-        """`checksums` of what was handed over, by Hugging Face name. Returns how many of the server's tensors could be
-        compared (their names are known here). Raises SyncError naming the first that is stale or torn."""
-        parts = _parts(checksums, hashes)
-        for tensor, names in parts.items():
+    def check(self, checksums: Mapping[str, str], hashes: Hashes) -> None:
+        """Compare the server's tensors whose names are known here. `checksums`: of what was handed over, by Hugging
+        Face name. Raises SyncError naming the first that is stale or torn."""
+        for tensor, names in _parts(checksums, hashes).items():
             was, now = ([rank.get(tensor) for rank in each] for each in (self._hashes, hashes))
             changed = any(self._checksums.get(name) != checksums[name] for name in names)
             if changed and was == now:
@@ -54,20 +53,14 @@ class Fingerprints:
                     hint="something else wrote into the server's weights; nothing was sampled with them",
                 )
         self._hashes, self._checksums = hashes, dict(checksums)
-        return len(parts)
 
 
 def _parts(checksums: Mapping[str, str], hashes: Hashes) -> dict[str, list[str]]:
-    """Server's tensor → the weights it is made of, where all its name's parts are known."""
+    """Return the weights of which each of the server's tensors is made, where its name is known."""
     held = {tensor for rank in hashes for tensor in rank}
     found: dict[str, list[str]] = {}
     for name in checksums:
-        for tensor in _homes(name):
-            if tensor in held:
-                found.setdefault(tensor, []).append(name)
-                break
+        homes = [name, *(pattern.sub(fused, name) for pattern, fused in _FUSED if pattern.search(name))]
+        if tensor := next((home for home in homes if home in held), None):
+            found.setdefault(tensor, []).append(name)
     return found
-
-
-def _homes(name: str) -> Sequence[str]:
-    return [name, *(pattern.sub(fused, name) for pattern, fused in _FUSED if pattern.search(name))]
