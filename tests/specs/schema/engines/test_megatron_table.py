@@ -14,7 +14,7 @@ from specs.errors import Problem
 from specs.model_facts import model_facts
 from specs.rules.role_rules import engine_context
 from specs.schema.engines.megatron_table import MegatronTable
-from specs.schema.role_section import DType, Lora
+from specs.schema.role_section import DType, Lora, Optimizer
 from specs.schema.spec import ActorSection, Spec
 
 MODEL = {**FAMILIES["qwen2"].config, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6}
@@ -130,3 +130,12 @@ def test_whose_layers_is_told_where_it_is_decided() -> None:
         assert told.get("transformer_impl") == expected
     asked = MegatronTable(megatron={"transformer_impl": "local"})
     assert asked.library_config("bf16", None, "cuda")["megatron"]["transformer_impl"] == "local"
+
+
+def test_the_spec_decides_axes_precision_and_adam() -> None:
+    engine = MegatronTable(tensor_parallel=2, pipeline_parallel=4, megatron={"bias_activation_fusion": True})
+    options = engine.library_config("bf16", Optimizer(lr=3e-5, betas=(0.8, 0.9)), "cuda")["megatron"]
+    axes = (options["tensor_model_parallel_size"], options["pipeline_model_parallel_size"])
+    assert (axes, options["bf16"], options["bias_activation_fusion"]) == ((2, 4), True, True)
+    assert (options["lr"], options["adam_beta1"], options["adam_beta2"]) == (3e-5, 0.8, 0.9)
+    assert "lr" not in engine.library_config("bf16", None, "cuda")["megatron"]
