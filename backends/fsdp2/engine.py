@@ -142,8 +142,8 @@ class Fsdp2TrainEngine(HfTrainEngine):
     def _full_weights(
         self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
     ) -> Iterator[tuple[str, Tensor]]:
-        asked = ((name, weight) for name, weight in self.weights.items() if name in names)
-        return ((name, weight.full(self.device, sent.get(name))) for name, weight in asked)
+        chosen = ((name, weight) for name, weight in self.weights.items() if name in names)
+        return ((name, weight.full(self.device, sent.get(name))) for name, weight in chosen)
 
     def _weight_shards(self) -> Iterator[Shard]:
         return (weight.shard(name, weight.local) for name, weight in self.weights.items())

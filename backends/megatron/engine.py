@@ -118,12 +118,12 @@ class MegatronTrainEngine(HfTrainEngine):
         group = self.group
         experts = (group.expert_ranks, group.expert_tensor.size())
         mesh = mesh_axes(group.replicas, group.stages, group.tensor_ranks, experts, group.context.size)
-        asked = self.config.engine.library_config(self.config.model.dtype, self.config.optimizer, str(self.device))
+        wanted = self.config.engine.library_config(self.config.model.dtype, self.config.optimizer, str(self.device))
         return self._described(
             self._everywhere(list(self.shapes), computed=True),
             attn_function=_ATTENTION,
             mesh=mesh,
-            options=self.core.options({**asked["megatron"], "transformer_impl": None}),
+            options=self.core.options({**wanted["megatron"], "transformer_impl": None}),
         )
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
@@ -154,10 +154,10 @@ class MegatronTrainEngine(HfTrainEngine):
     ) -> NDArray[np.float32]:
         own = list(micros)
         found = self.core.evaluate(*self._rows(own, micros.rounds, task_of))
-        said = torch.zeros(columns, device=self.device)
-        for micro, said_N in zip(own, found, strict=False):  # the last stage alone has results
-            said[torch.from_numpy(micro.column_N)] = said_N
-        return self.group.from_last_stage(said).cpu().numpy()
+        column = torch.zeros(columns, device=self.device)
+        for micro, value_N in zip(own, found, strict=False):  # the last stage alone has results
+            column[torch.from_numpy(micro.column_N)] = value_N
+        return self.group.from_last_stage(column).cpu().numpy()
 
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
         # Gradients of nothing, where other ranks wait for them.
@@ -192,14 +192,14 @@ class MegatronTrainEngine(HfTrainEngine):
     @torch.no_grad()
     def _logits(self, micro: MicroBatch) -> Tensor:
         """At `hidden_N` of a row, on every rank; of a model that gives scores, what enters its head."""
-        asked = len(micro.hidden_N)
-        part = self._part(replace(micro, column_N=np.arange(asked)))
+        rows = len(micro.hidden_N)
+        part = self._part(replace(micro, column_N=np.arange(rows)))
         found = self.core.evaluate(*self._rows([part], 1, lambda *_: None))
         width = self.core.config.hidden_size if self.map.scores else self.map.vocabulary
-        said = torch.zeros(asked, width, device=self.device)
+        logits_NV = torch.zeros(rows, width, device=self.device)
         if found:
-            said[torch.from_numpy(part.column_N)] = found[0]
-        return self.group.from_last_stage(said)
+            logits_NV[torch.from_numpy(part.column_N)] = found[0]
+        return self.group.from_last_stage(logits_NV)
 
     @cached_property
     def _packing(self) -> Packing:
@@ -231,10 +231,10 @@ class MegatronTrainEngine(HfTrainEngine):
     ) -> Iterator[tuple[str, Tensor]]:
         """Return the weights as the forward pass reads them: each is the cast of the master, to the bit, and costs no
         exchange of masters."""
-        asked = [name for name in self.shapes if name in names]
+        chosen = [name for name in self.shapes if name in names]
         computes = DTYPES[self.config.model.dtype]
-        computed = self.weights.dtype == computes or all(sent.get(name) == computes for name in asked)
-        return self._everywhere(asked, computed=computed)
+        computed = self.weights.dtype == computes or all(sent.get(name) == computes for name in chosen)
+        return self._everywhere(chosen, computed=computed)
 
     def _everywhere(self, names: Sequence[str], *, computed: bool) -> Iterator[tuple[str, Tensor]]:
         """Weights whole on every rank, one after another: from their stage to the others."""

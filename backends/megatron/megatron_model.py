@@ -42,7 +42,7 @@ RowLoss = Callable[[Tensor, int], LossResult]
 
 
 class MegatronModel:
-    """Gradients are summed over the data ranks once, when they are asked for."""
+    """A stage; its gradients are summed over the data ranks once, when `sum_gradients` is called."""
 
     def __init__(
         self, model: PreTrainedModel, model_map: ModelMap, config: TrainConfig, table: MegatronTable, group: ModelGroup
@@ -144,8 +144,8 @@ class MegatronModel:
             return []
 
         def results(hidden_TE: Tensor, number: int) -> tuple[Tensor, Tensor, Any]:
-            loss, *said = row_loss(hidden_TE, number)
-            return loss, torch.ones((), dtype=torch.int), said  # Megatron counts tokens, and nobody asks for them
+            loss, *metrics = row_loss(hidden_TE, number)
+            return loss, torch.ones((), dtype=torch.int), metrics  # Megatron counts tokens, which nothing here reads
 
         return self._schedule(rows, results, forward_only=False)
 

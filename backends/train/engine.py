@@ -155,14 +155,14 @@ class HfTrainEngine(TrainEngine):
         """Build as `__init__` does, up to where memory is needed."""
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
         policy = Policy(held.model, config)
-        said = cls._wrapped_on_meta(policy, config, rank)
+        on_meta = cls._wrapped_on_meta(policy, config, rank)
         if config.sequence_parallel > 1:
             with pretended_group(rank):
                 group = sequence_group(rank, config.sequence_parallel)
-                said = replace(said, model=_on_sequences(said.model, group))
+                on_meta = replace(on_meta, model=_on_sequences(on_meta.model, group))
         found = {"activation_offload": config.activation_offload, **_kernels_of(policy)}
-        said = replace(said, model=said.model.model_copy(update=found))
-        return said if config.model.head == "lm" else replace(said, not_seen=(*said.not_seen, "new_head"))
+        on_meta = replace(on_meta, model=on_meta.model.model_copy(update=found))
+        return on_meta if config.model.head == "lm" else replace(on_meta, not_seen=(*on_meta.not_seen, "new_head"))
 
     @classmethod
     def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:

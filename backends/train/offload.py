@@ -1,4 +1,4 @@
-"""Moving tensors off the device and back without anybody who holds them noticing."""
+"""Move tensors off the device and back, unseen by whatever holds them."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ class ZeroTrainEngine(HfTrainEngine):
         if parts is None:
             held = named_weights(self.policy.model)
             return ((name, tensor.detach()) for name, tensor in held.items() if name in names)
-        asked = (name for name in parts.weights if name in names)
-        return ((name, parts.full(name, master=True, sent=sent.get(name))) for name in asked)
+        chosen = (name for name in parts.weights if name in names)
+        return ((name, parts.full(name, master=True, sent=sent.get(name))) for name in chosen)
 
     def _weight_shards(self) -> Iterator[Shard]:
         if self.parts is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field
 from pydantic_core import Url
 
-from specs.schema.table import NonEmpty, PathText, Table, unusable
+from specs.schema.table import FunctionPath, NonEmpty, PathText, Table, unusable
 from specs.templates import template_columns
 
 MAX_SCORE = 1e18  # of a term and of the weighted sum: squares of it, and sums over a batch, are finite in float32
@@ -76,7 +76,7 @@ class Function(RewardTerm):
     """A Python function `score(prompt, completion, row) -> float`."""
 
     kind: Literal["function"]
-    path: Annotated[PathText, StringConstraints(pattern="^.+\\.py:[A-Za-z_]\\w*$")]
+    path: FunctionPath
     """`file.py:name`, relative to the spec file."""
 
 

@@ -70,6 +70,7 @@ def unusable(why: str, hint: str) -> PydanticCustomError:
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[str, AfterValidator(usable_path)]
 NonEmptyPath = Annotated[NonEmpty, AfterValidator(usable_path)]
+FunctionPath = Annotated[PathText, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 
 
 class Table(BaseModel):

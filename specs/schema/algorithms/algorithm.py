@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, StringConstraints, create_model
+from pydantic import Field, create_model
 
-from specs.schema.table import PathText, Table
-
-FunctionPath = Annotated[PathText, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+from specs.schema.table import FunctionPath, Table
 
 # Whose log-probs the probability ratio divides by: the current ones, detached, so that it is 1 ("current"); the
 # trainer's before the step's first update ("trainer"); those of the distribution sampled from ("sampler").
@@ -291,7 +289,7 @@ class Algorithm(Table):
         return 0
 
 
-_NO_KEYS = ("kind", "corrected")  # of a loss: nobody writes them
+_NO_KEYS = ("kind", "corrected")  # of a loss: no spec writes them
 
 
 def placed(table: T, spec_dir: Path) -> T:
