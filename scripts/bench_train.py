@@ -1,11 +1,12 @@
 """Training half of a step: rlctl's `ddp` engine against a plain padded Hugging Face forward and backward.
 
-    .venv/bin/python scripts/bench_train.py [--rounds 7] [--threads 2] [--against padded|critic] [--vocabulary 52]
+    .venv/bin/python scripts/bench_train.py [--rounds 7] [--threads 2] [--against padded] [--model hybrid]
 
 Both sides learn from the same sequences with the same loss (on-policy clipped surrogate, token mean) and take one
 AdamW step. They alternate; the ratio of each round is printed, and its median. Two works, as in `bench_vs_trl`: short
 ragged answers (limit 64, mean about 50) and a long tail (limit 256, mean about 60). `--against critic` has a critic of
-the same size learn from the same sequences in the place of the padded side.
+the same size learn from the same sequences in the place of the padded side; `--against unshared` has the same engine
+compute every prompt for each of its 8 answers, which are a quarter as long. `--model hybrid` has layers with a state.
 """
 
 from __future__ import annotations
@@ -15,10 +16,21 @@ import os
 import statistics
 import tempfile
 import time
+from unittest import mock
 
 from _bench import SMALL, actor_config, ddp_step, model_config, write_config
 
 PROMPT_TOKENS = 12
+# Three layers with a state to one of attention, as in Qwen3.5.
+HYBRID = {
+    **SMALL,
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}
 
 
 def main() -> None:
@@ -26,7 +38,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
-    parser.add_argument("--against", choices=("padded", "critic"), default="padded")
+    parser.add_argument("--against", choices=("padded", "critic", "unshared"), default="padded")
+    parser.add_argument("--model", choices=("attention", "hybrid"), default="attention")
     parser.add_argument("--vocabulary", type=int, default=SMALL["vocab_size"])
     parser.add_argument("--padded-batch", type=int, default=128, help="sequences per padded forward pass")
     args = parser.parse_args()
@@ -37,12 +50,17 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, {**SMALL, "tie_word_embeddings": True, "vocab_size": args.vocabulary})
-        for name in ("short ragged", "long tail"):
+        model = SMALL if args.model == "attention" else HYBRID
+        write_config(folder, {**model, "tie_word_embeddings": True, "vocab_size": args.vocabulary})
+        for name in ("short ragged", "long tail") if args.against != "unshared" else ("shared prompts",):
             batch = make_batch(np.random.default_rng(0), name)
             ours = engine_step(folder, batch, args.micro_batch_tokens, "lm")
             if args.against == "critic":
                 other = engine_step(folder, batch, args.micro_batch_tokens, "value")
+            elif args.against == "unshared":
+                with mock.patch("backends.train.engine.can_share_prompts", return_value=False):
+                    other = engine_step(folder, batch, args.micro_batch_tokens, "lm")
+                    other()  # packs once
             else:
                 other = padded_step(folder, batch, args.padded_batch)
             report(name, batch, ours, other, args.against, args.rounds)
@@ -53,17 +71,26 @@ def make_batch(rng, name):
 
     from specs.wire.batch import Batch
 
-    if name == "short ragged":
+    prompt_tokens, groups = PROMPT_TOKENS, 128
+    if name == "shared prompts":
+        answers, prompt_tokens, groups = np.full(128, 32), 128, 16
+    elif name == "short ragged":
         answers = np.clip(rng.geometric(1 / 110, 128), 4, 64)
     else:
         answers = np.clip(rng.geometric(1 / 62, 128), 1, 256)
-    lengths = answers + PROMPT_TOKENS
+    lengths = answers + prompt_tokens
+    prompts = rng.integers(0, SMALL["vocab_size"], (groups, prompt_tokens)).repeat(128 // groups, 0)
+    tokens = [
+        part
+        for n, prompt in zip(answers, prompts, strict=True)
+        for part in (prompt, rng.integers(0, SMALL["vocab_size"], n))
+    ]
     total = int(lengths.sum())
-    mask = np.concatenate([[0] * PROMPT_TOKENS + [1] * int(n) for n in answers]).astype(np.int8)
+    mask = np.concatenate([[0] * prompt_tokens + [1] * int(n) for n in answers]).astype(np.int8)
     return Batch(
         {
             "length_B": lengths.astype(np.int64),
-            "tokens_T": rng.integers(0, SMALL["vocab_size"], total).astype(np.int32),
+            "tokens_T": np.concatenate(tokens).astype(np.int32),
             "loss_mask_T": mask,
             "advantage_T": np.repeat(rng.normal(size=128), lengths).astype(np.float32),
             "rollout_logprob_T": np.full(total, -4.0, dtype=np.float32),
