@@ -330,8 +330,8 @@ All were trained as {trained} (the rest in fp32).
 
 """
 AFTER_MODELS = """
-**Refused**: layers of other kinds (indexed and compressed attention), encoder-decoder models, quantised weights, vLLM
-with latent attention (`kv_lora_rank`), and sequences beyond the first context of a LongRoPE model.
+**Refused**: layers of other kinds (indexed and compressed attention), encoder-decoder models, quantised weights,
+latent attention with vLLM on the CPU, and sequences beyond the first context of a LongRoPE model.
 
 ## Layers that carry a state
 

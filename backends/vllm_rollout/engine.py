@@ -129,6 +129,7 @@ class VllmRolloutEngine(SyncedSampler):
         return self.model.adapters if self._has_model else self._held
 
     def _adopt(self) -> None:
+        self._call("rlctl_derive")
         self._forget_prefixes()
         self._has_model = True
 

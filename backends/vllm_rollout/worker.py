@@ -45,6 +45,8 @@ class SummedPiece:
     total: int
 
 
+_DERIVED = ("W_UK_T", "W_UV")  # parameters that vLLM makes of others
+
 # (name, dtype on the wire, shape)
 WireName = tuple[str, str, tuple[int, ...]]
 
@@ -124,6 +126,12 @@ class WorkerExtension:
             [(_as_sent(name, own, part), part, first) for own, part, first in each]
             for (name, _), each in zip(named, copies.found, strict=True)
         ]
+
+    def rlctl_derive(self) -> None:
+        """Make anew what vLLM makes of weights when it starts: the two parts of `kv_b_proj` of latent attention."""
+        for layer in self._attention_layers():
+            if hasattr(layer, "W_UK_T"):
+                layer.process_weights_after_loading(self.vllm_config.model_config.dtype)
 
     def rlctl_clear_adapters(self, rank: int, layers: tuple[str, ...]) -> None:
         """Make room for one set of adapters of `rank`, all zero. Raises ModelError where vLLM has none for one of
@@ -272,8 +280,8 @@ def _count(model: nn.Module, padded: list[Any]) -> int:
     count, seen = 0, set()
     modules: Iterable[Any] = model.modules()
     for module in modules:
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in seen:
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or name in _DERIVED:
                 continue
             seen.add(id(parameter))
             count += parameter.numel()

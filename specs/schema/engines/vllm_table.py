@@ -86,17 +86,19 @@ class VllmTable(RolloutTable):
         yield from self._adapter_problems(context)
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
-        """Refuse heads that vLLM has no kernel for on the CPU, and weights that it computes from in another form than
-        the one that a sync writes: derived (MLA) or packed (experts on the CPU) when it starts, and never again."""
+        """Refuse what vLLM's CPU build cannot: some sizes of heads, latent attention, and experts, which it packs when
+        it starts and never again."""
         key, hint = "rollout.engine.kind", 'write "torch", or take another model'
-        if facts.latent_attention:
-            message = "vLLM derives matrices from kv_b_proj when it starts, which a sync would leave as they were"
-            yield Problem(key, message, hint, show(self.kind))
         if section.devices:
             return
         if facts.head_dim not in CPU_HEAD_DIMS and not facts.latent_attention:
             known = listed(list(CPU_HEAD_DIMS), 99)
             message = f"vLLM on the CPU takes heads of {known}, and the model's have {facts.head_dim}"
+            yield Problem(key, message, hint, show(self.kind))
+        if facts.latent_attention:
+            message = (
+                "vLLM on the CPU computes latent attention otherwise than the model does, prompts and answers alike"
+            )
             yield Problem(key, message, hint, show(self.kind))
         if facts.experts:
             message = f"vLLM on the CPU packs the {facts.experts} experts when it starts, and no sync can pack anew"

@@ -1,0 +1,65 @@
+"""A hybrid of attention and Mamba 2, and latent attention, in a real vLLM, against the trainer that learns them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES
+from rollout_helpers import make_prompts, rollout_config
+from train_helpers import build_engine, learn, train_config, write_model
+from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, needs_vllm
+from vllm_syncing import EXACT, TEMPERATURE, gap, sync
+
+from backends.train.engine import HfTrainEngine
+from backends.vllm_rollout.worker import _as_sent
+from specs.wire.batch import Batch
+from specs.wire.role_config import Sampling
+
+GRANITE = {**FAMILIES["granitemoehybrid"].config, **VLLM_SHAPE, "mamba_n_heads": 16}
+# With sizes that vLLM's kernels know.
+DEEPSEEK = {
+    **FAMILIES["deepseek_v3"].config,
+    **{"first_k_dense_replace": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("config", "device"), [(GRANITE, "cpu"), pytest.param(DEEPSEEK, "cuda", marks=pytest.mark.gpu)]
+)
+def test_it_samples_what_the_trainer_learned(tmp_path: Path, config: dict[str, Any], device: str) -> None:
+    """After each sync: the prompts are the same, so states of the old weights would be found again."""
+    folder = write_model(tmp_path, config)
+    trainer = build_engine(train_config(folder, micro_batch_tokens=512))
+    assert isinstance(trainer, HfTrainEngine)
+    asked = rollout_config(folder, "vllm")
+    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"device": device})})
+    with closing(VllmProcess()) as process:
+        engine = RemoteVllm(process, asked)
+        for step in range(2):
+            learn(trainer, 2, first=10 * step)
+            sync(trainer, engine)
+            assert gap(trainer, engine) < EXACT
+            parts: list[Batch] = []
+            sampling = Sampling(seed=step, temperature=TEMPERATURE, max_response_tokens=8)
+            engine.generate(make_prompts(groups=2, longest=70), sampling, parts.append)
+            samples = Batch.concat(parts)
+            inside = samples["loss_mask_T"] == 1
+            want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
+            np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+            assert want_T[inside].std() > 0.3, "a distribution this flat would hide a wrong token"
+
+
+def test_decays_are_proven_by_what_vllm_made_of_them() -> None:
+    sent, name = torch.tensor([0.5, -1.0]), "model.layers.0.mamba.A_log"
+    held = -sent.exp()
+    assert _as_sent(name, held, sent) is sent
+    assert _as_sent(name, (off := held * 1.001), sent) is off
+    assert _as_sent("model.norm.weight", held, sent) is held
