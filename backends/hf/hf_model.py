@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -305,5 +306,6 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
         head="score" if has_score_layer(model) else "lm",
         size=decoder_size(model),
         recomputed_layers=recomputed_layers(model),
+        state_layers=dict(Counter(type(layer).__name__ for layer in state_layers.state_layers(model))),
         weights_checksum=checksum_weights(digests) if checksum else "",
     )

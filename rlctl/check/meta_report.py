@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FIELDS = (
     *("path", "model_class", "parameters", "trainable_parameters", "hidden_size", "layers", "vocab_size"),
     *("tied_embeddings", "dtype", "attn_implementation", "attn_function", "mesh"),
-    *("recomputed_layers", "activation_offload", "kernels"),
+    *("state_layers", "recomputed_layers", "activation_offload", "kernels"),
 )
 RUN_NOTE = (
     "Weights were random, none was read. Each role ran alone in one process: an engine that shards the model across\n"

@@ -35,6 +35,7 @@ class ModelBuilt(Table):
     new_head: bool = False  # its weights are all zero: the checkpoint had none
     kernels: str = OWN_MODULES  # what computes norms, gated MLPs and rotations
     replaced_modules: dict[str, int] = Field({})  # kind of module → how many compute with other kernels than their own
+    state_layers: dict[str, int] = Field({})  # kind of layer that carries a state, by sequence → how many
     size: DecoderSize | None = None  # what decides how much arithmetic it is; None: not known
     weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync
 

@@ -98,3 +98,8 @@ def test_ranks_do_not_share_its_rows(tmp_path: Path) -> None:
     config = train_config(write_family(tmp_path / "model", "lfm2"), sequence_parallel=2)
     with pytest.raises(ModelError, match="layers that carry a state from token to token: ranks cannot share a row"):
         DdpTrainEngine.on_meta(config, Rank(0, 2, 0))
+
+
+def test_they_are_named_as_built(tmp_path: Path) -> None:
+    config = train_config(write_family(tmp_path / "model", "lfm2"))
+    assert build_engine(config).built().state_layers == {"Lfm2ShortConv": 2}
