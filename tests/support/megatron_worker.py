@@ -171,9 +171,6 @@ def said(call: Callable[[], Any]) -> str:
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
-    if rank.rank == 0:
-        facts = {"copies": copies_of_the_model(16), "own options": own_options()}
-        jobs_file.with_name("megatron_facts.json").write_text(json.dumps(facts))
     for job in given["jobs"]:
         if "family" in job:
             read_family(job, rank)
@@ -189,6 +186,9 @@ def main(jobs_file: Path) -> None:
             job["offload"] = True
         with layers_of(job["case"]):
             sharded_worker.run(Path(given["model"]), job, rank)
+    if rank.rank == 0:  # last: imported before the engine's shim, Megatron-core would compile its fused functions
+        facts = {"copies": copies_of_the_model(16), "own options": own_options()}
+        jobs_file.with_name("megatron_facts.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()
 
 
