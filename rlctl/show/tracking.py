@@ -6,20 +6,26 @@ everything. `trackers.json` holds what the run is called there, so that a resume
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
-from rlctl.show.trackers import TRACKERS, Ended, TrackedAttempt, TrackerClient, sample_columns
 from specs.errors import Interrupted, Problem, RlctlError, SpecError
 from specs.json_file import read_object, write_object
+from specs.load.dotted_keys import flattened
 from specs.schema import tracker_tables as tables
 from specs.schema.spec import Spec
 
 STATE_FILE = "trackers.json"
 Say = Callable[[str], None]
+Ended = Literal["finished", "failed", "interrupted"]
+Rows = Sequence[Mapping[str, Any]]  # decoded samples of a step, all with the same columns
 
 
 class Trackers:
@@ -28,14 +34,16 @@ class Trackers:
     def __init__(self, opened: Sequence[tuple[tables.Tracker, TrackerClient]], warn: Say) -> None:
         self._opened, self._warn = list(opened), warn
 
-    def log(self, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+    def log(self, metrics: Mapping[str, Any], samples: Rows = ()) -> None:
         """Log a line of `metrics.jsonl` and samples of its step; values that are no finite numbers are left out."""
-        step, values = int(metrics["step"]), numbers(metrics)
+        step = int(metrics["step"])
+        numbers = {key: value for key, value in metrics.items() if key != "step" and isinstance(value, int | float)}
+        values = {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
         for table, tracker in list(self._opened):
             every = table.samples_every
-            due = sample_columns(step, samples) if samples and every and (step == 1 or step % every == 0) else None
+            due = every and (step == 1 or step % every == 0)
             try:
-                tracker.log(step, values, due)
+                tracker.log(step, values, sample_rows(step, samples) if due else ())
             except Exception as error:  # of a foreign package and its network: any
                 self._opened.remove((table, tracker))
                 self._warn(f"{table.kind} takes no more metrics from step {step} on: {_words(error)}")
@@ -55,20 +63,29 @@ class Trackers:
                 self._warn(f"{table.kind} may lack the last metrics: {_words(failure)}")
 
 
+def sample_rows(step: int, samples: Rows) -> Rows:
+    """Return a row for each sample with every column that any of them has; each term of the reward is a column."""
+    rows = []
+    for sample in samples:
+        rest = {name: value for name, value in sample.items() if name not in ("terms", "id")}
+        plain = {
+            name: value if isinstance(value, str | int | float | None) else str(value) for name, value in rest.items()
+        }
+        rows.append({"step": step, **plain, **{f"term_{i}": term for i, term in enumerate(sample.get("terms") or ())}})
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
 def open_trackers(spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Say) -> Trackers:
     """Open the trackers that the spec asks for. `resume`: with the runs that an earlier attempt logged to. Raises
     SpecError where a package is missing, RlctlError where a tracker does not start."""
     state = _read_state(run_dir, warn) if resume and spec.tracking else {}
     opened: list[tuple[tables.Tracker, TrackerClient]] = []
     for number, table in enumerate(spec.tracking):
-        kind = table.kind
-        known = state.get(kind)
+        kind, known = table.kind, state.get(table.kind)
         same = isinstance(known, dict) and known.get("place") == table.place
-        attempt = TrackedAttempt(
-            spec.run.name, run_dir, spec.resolved(), known.get("run", {}) if same and known else {}
-        )
         try:
-            tracker = TRACKERS[kind](table, attempt)
+            tracker = TRACKERS[kind](table, spec, run_dir, known.get("run", {}) if same and known else {})
         except Exception as error:
             Trackers(opened, warn).close("failed")
             if isinstance(error, ImportError):
@@ -90,15 +107,6 @@ def missing_package(number: int, table: tables.Tracker, why: str = "") -> Proble
     return Problem(f"tracking.{number}.kind", message, f"pip install {table.package}", f'"{table.kind}"')
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers among the metrics, without the step."""
-    return {
-        key: float(value)
-        for key, value in metrics.items()
-        if key != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
 def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:
     path = run_dir / STATE_FILE
     try:
@@ -109,6 +117,194 @@ def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:
 
 
 def _words(error: BaseException) -> str:
-    """Return the first lines of what a foreign package says."""
-    said = " ".join(str(error).split())
-    return (said[:400] + "…" if len(said) > 400 else said) or type(error).__name__
+    """Return the first lines of a foreign package's message."""
+    text = " ".join(str(error).split())
+    return (text[:400] + "…" if len(text) > 400 else text) or type(error).__name__
+
+
+# ── the services ──────────────────────────────────────────────────────────────────────────────────
+
+
+class TrackerClient(ABC):
+    """Log to one service, as its table of `[[tracking]]` says. `known`: what a tracker `remembers` of an earlier
+    attempt of the same run, {} for a new one; `address`: where a person finds it. Opening it imports its package:
+    raises ImportError, or what the package raises."""
+
+    hint: ClassVar[str]  # where it does not start
+    remembers: Mapping[str, str] = {}
+    address = ""
+
+    @abstractmethod
+    def __init__(self, table: Any, spec: Spec, run_dir: Path, known: Mapping[str, str]) -> None: ...
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
+        """Log what a step left. After a resume, a step may come a second time."""
+
+    @abstractmethod
+    def close(self, ended: Ended) -> None:
+        """Write out what is pending."""
+
+
+class TensorBoardTracker(TrackerClient):
+    """Write event files. A resumed run writes another file to the same folder; of a step that comes twice, the later
+    value is shown. Hyperparameters: the tab HParams, and the whole spec as text."""
+
+    hint = "see that the run directory can be written to"
+
+    def __init__(self, table: tables.TensorBoard, spec: Spec, run_dir: Path, known: Mapping[str, str]) -> None:
+        from tensorboardX import SummaryWriter
+        from tensorboardX.summary import hparams
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), write_to_disk=True)
+        plain = {
+            key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for key, value in _hyperparameters(spec).items()
+        }
+        for summary in hparams(plain, {"reward/mean": 0.0}):  # names the metric that runs are compared by
+            self._writer.file_writer.add_summary(summary)
+        self._writer.add_text("spec", _code(json.dumps(spec.resolved(), indent=2, ensure_ascii=False)), 0)
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        if samples:
+            self._writer.add_text("samples", "\n\n---\n\n".join(map(_markdown, samples)), step)
+        self._writer.flush()
+
+    def close(self, ended: Ended) -> None:
+        self._writer.close()
+
+
+def _markdown(row: Mapping[str, object]) -> str:
+    """Put what a model wrote in code blocks, so that nothing of it is markup."""
+    return "\n\n".join(f"**{name}**\n\n{_code(str(value))}" for name, value in row.items() if name != "step")
+
+
+def _code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+
+
+class WandBTracker(TrackerClient):
+    """Make `step` a metric of its own and the x axis of all others: W&B's own step only ever grows, and would drop what
+    a resumed run computes again after its checkpoint."""
+
+    hint = "`wandb login`, or WANDB_MODE=offline to log to the run directory"
+
+    def __init__(self, table: tables.WandB, spec: Spec, run_dir: Path, known: Mapping[str, str]) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run = wandb.init(
+            project=table.project,
+            entity=table.entity or None,
+            name=spec.run.name,
+            id=known.get("id"),
+            resume="allow" if known else None,
+            dir=str(run_dir),
+            config=spec.resolved(),
+            settings=wandb.Settings(console="off", quiet=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.remembers = {"id": self._run.id}
+        self.address = "" if self._run.offline else self._run.url
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
+        more = {}
+        if samples:
+            data = [list(row.values()) for row in samples]
+            more["samples"] = self._wandb.Table(columns=list(samples[0]), data=data, allow_mixed_types=True)
+        self._run.log({"step": step, **metrics, **more})
+
+    def close(self, ended: Ended) -> None:
+        self._run.finish(exit_code=0 if ended == "finished" else 1)
+
+
+class TrackioTracker(TrackerClient):
+    """Find a run again by its name, which Trackio may change where the project has one of that name."""
+
+    hint = "`hf auth login` for a Space; without `space_id` it logs to this machine"
+
+    def __init__(self, table: tables.Trackio, spec: Spec, run_dir: Path, known: Mapping[str, str]) -> None:
+        import trackio
+
+        self._trackio: Any = trackio
+        self._run = trackio.init(
+            project=table.project,
+            name=known.get("name", spec.run.name),
+            space_id=table.space_id or None,
+            config=spec.resolved(),
+            resume="allow" if known else "never",
+        )
+        self.remembers = {"name": self._run.name}
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
+        more = {}
+        if samples:
+            import pandas
+
+            more["samples"] = self._trackio.Table(dataframe=pandas.DataFrame(samples))
+        self._run.log({**metrics, **more}, step=step)
+
+    def close(self, ended: Ended) -> None:
+        self._run.finish()
+
+
+class MLflowTracker(TrackerClient):
+    """Log hyperparameters as parameters, which MLflow never changes: those of the first attempt. `resolved.json` among
+    the artifacts is that of the last one. Samples are one table, `samples.json`, that grows."""
+
+    hint = "see that `tracking_uri` or MLFLOW_TRACKING_URI names a server that answers"
+    at_once, longest = 100, 500  # parameters in a request, and characters of one, that every server takes
+    statuses: ClassVar = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+    def __init__(self, table: tables.MLflow, spec: Spec, run_dir: Path, known: Mapping[str, str]) -> None:
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        if table.tracking_uri:
+            mlflow.set_tracking_uri(table.tracking_uri)
+        mlflow.set_experiment(table.experiment)
+        if known:
+            run = mlflow.start_run(run_id=known["run_id"])
+        else:
+            run = mlflow.start_run(run_name=spec.run.name)
+            values = [(_mlflow_name(key), self._parameter(value)) for key, value in _hyperparameters(spec).items()]
+            for start in range(0, len(values), self.at_once):
+                mlflow.log_params(dict(values[start : start + self.at_once]))
+        mlflow.log_dict(spec.resolved(), "resolved.json")
+        self.remembers = {"run_id": run.info.run_id}
+        self.address = f"run {run.info.run_id} of experiment {table.experiment} at {mlflow.get_tracking_uri()}"
+
+    def _parameter(self, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= self.longest else text[: self.longest - 1] + "…"
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
+        self._mlflow.log_metrics({_mlflow_name(key): value for key, value in metrics.items()}, step=step)
+        if samples:
+            columns = {name: [row[name] for row in samples] for name in samples[0]}
+            self._mlflow.log_table(columns, artifact_file="samples.json")
+
+    def close(self, ended: Ended) -> None:
+        self._mlflow.end_run(status=self.statuses[ended])
+
+
+def _mlflow_name(key: str) -> str:
+    """Replace what MLflow does not take: `pass@4` becomes `pass_4`."""
+    return re.sub(r"[^\w\-. /]", "_", key, flags=re.ASCII)
+
+
+def _hyperparameters(spec: Spec) -> dict[str, Any]:
+    """Return the spec by dotted keys; keys without a value are left out."""
+    return {key: value for key, value in flattened(spec.resolved()).items() if value not in (None, "", [], {})}
+
+
+TRACKERS: dict[str, type[TrackerClient]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandBTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MLflowTracker,
+}

@@ -12,8 +12,7 @@ import pytest
 from small_spec import raw_spec
 from tracker_packages.told import told
 
-from rlctl.show.trackers import TRACKERS
-from rlctl.show.tracking import open_trackers
+from rlctl.show.tracking import TRACKERS, open_trackers
 from specs.errors import Interrupted, RlctlError, SpecError
 from specs.load.keys import kinds_of, tables_of
 from specs.load.load import spec_from
