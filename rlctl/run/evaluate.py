@@ -26,8 +26,8 @@ from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.startup import start
 from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
-from rlctl.show.eval_progress import EvalProgress
 from rlctl.show.metrics_file import MetricsWriter
+from rlctl.show.progress import EvalProgress
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import number, share
 from specs.errors import Interrupted, SpecError, UsageError

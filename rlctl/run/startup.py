@@ -58,7 +58,7 @@ def start(
     as_built_check.check(spec, reports, expected)
     as_built_check.check_same_start(reports, run.starting_weights)
     as_built_check.write(reports, run.as_built, transport.describe())
-    progress.table(as_built_check.table(spec, reports))
+    progress.message(as_built_check.table(spec, reports))
     progress.message(_data_line(DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0]), spec))
     prepare(transport, run.path)
 

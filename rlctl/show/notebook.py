@@ -20,7 +20,7 @@ class NotebookPanel:
 
     def __init__(self, console: Screen) -> None:
         self._console = console
-        self._said: deque[RenderableType] = deque(maxlen=KEPT)
+        self._messages: deque[RenderableType] = deque(maxlen=KEPT)
         self._panel: RenderableType = ""
         self._handle: Any = None
 
@@ -29,14 +29,17 @@ class NotebookPanel:
 
         self._handle = display(self._html(), display_id=True)
 
-    def update(self, panel: RenderableType) -> None:
+    def update(self, panel: RenderableType, *, refresh: bool) -> None:
         self._panel = panel
         self._handle.update(self._html())
 
-    def say(self, message: RenderableType) -> None:
+    def print(self, message: RenderableType) -> None:
         """Show something above the panel."""
-        self._said.append(message)
+        self._messages.append(message)
         self._handle.update(self._html())
+
+    def stop(self) -> None:
+        """Leave the panel as it is."""
 
     def _html(self) -> Any:
         from IPython.display import HTML
@@ -44,5 +47,5 @@ class NotebookPanel:
         screen = Screen(
             file=io.StringIO(), width=self._console.width, record=True, force_jupyter=False, force_terminal=True
         )
-        screen.print(Group(*self._said, self._panel))
+        screen.print(Group(*self._messages, self._panel))
         return HTML(screen.export_html(inline_styles=True, code_format=_PAGE))

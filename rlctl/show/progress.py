@@ -21,16 +21,19 @@ from rich.text import Text
 from rlctl.show import eval_keys, notebook
 from rlctl.show.notebook import NotebookPanel
 from rlctl.show.screen import Screen, control_keys_unseen, redraws
-from rlctl.show.text_format import FEW_FINISH, count, duration, number, replicas, share, sparkline, time_shares
+from rlctl.show.text_format import FEW_FINISH, count, counted, duration, number, replicas, share, sparkline, time_shares
 from specs.phases import Phase
+from specs.schema.eval_sets import Evaluation
 from specs.wire.heartbeat import Moving, amount
 
 REDRAW_S = 0.15
 PLAIN_LINE_S = 1.0  # at most one plain line per second
+EVAL_LINE_S = 5.0  # between two plain lines of an evaluation
 PLAIN_QUIET_S = 30.0  # a plain line while nothing else happens
 STILL_S = 10.0  # from when on a person is told how long nothing has moved
 NARROW = 60  # columns below which the panel has no progress bar
 MANY_SILENT = 0.5  # share of groups from which on the panel says that they teach nothing
+STALENESS = "rollout/staleness_mean"
 WINDOW = 20  # steps that rates and shares are taken over
 COLORS = ("cyan", "magenta", "blue", "green", "yellow", "red", "white")
 
@@ -69,8 +72,6 @@ class Progress:
         self._moving: Callable[[], Moving] = Moving
         self._done_before: Mapping[str, int] = {}
 
-    # ── the driver's side ─────────────────────────────────────────────────────────────────────────
-
     def __enter__(self) -> Self:
         self._started = self._phase_started = time.monotonic()
         if self.live:
@@ -86,8 +87,7 @@ class Progress:
         if self._display is not None:
             self._phase = ""
             self._redraw()
-            if isinstance(self._display, Live):
-                self._display.stop()
+            self._display.stop()
             self._display = None
         self._until_exit.close()
 
@@ -120,35 +120,34 @@ class Progress:
         if self.live:
             self._redraw()
         elif now - self._last_line >= PLAIN_LINE_S or self._step >= self._total:
-            self._print(self._plain_line())
+            self.message(self._plain_line())
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show an evaluation that ended before the first step."""
         self._keep_evals(step, metrics)
         if not self.live:
             for name, values in eval_keys.by_set(metrics).items():
-                self._print(f"eval {name}  step {step}  reward {eval_keys.words(values)}")
+                self.message(f"eval {name}  step {step}  reward {eval_keys.words(values)}")
 
     def checkpoint(self, step: int) -> None:
         """Show that a checkpoint was written."""
         self._checkpoint = step
         if not self.live:
-            self._print(f"checkpoint  step {step}")
+            self.message(f"checkpoint  step {step}")
 
-    def message(self, text: str) -> None:
-        """Print a line above the panel."""
-        self._print(text)
+    def message(self, what: RenderableType) -> None:
+        """Print a line, or anything that rich can, above the panel."""
+        self._last_line = time.monotonic()
+        if isinstance(self._display, NotebookPanel):
+            self._display.print(what)
+        else:
+            self.console.print(what, soft_wrap=not self.live and isinstance(what, str | Text))
 
     def warning(self, text: str) -> None:
         """Print a warning above the panel, which counts them."""
         self._warnings += 1
         self._keep(text)
-        self._print(Text.assemble(("warning: ", "bold yellow"), text))
-
-    def table(self, renderable: RenderableType) -> None:
-        """Print anything that rich can, above the panel."""
-        self._say(renderable)
-        self._last_line = time.monotonic()
+        self.message(Text.assemble(("warning: ", "bold yellow"), text))
 
     def tick(self) -> None:
         """Redraw when it is due. Called often while the driver waits, and cheap."""
@@ -157,7 +156,7 @@ class Progress:
             if now - self._drawn >= self._redraw_s:
                 self._redraw()
         elif now - max(self._last_line, self._phase_started) >= PLAIN_QUIET_S:
-            self._print("  ".join([f"… {self._phase} for {duration(now - self._phase_started)}", *self._so_far()]))
+            self.message("  ".join([f"… {self._phase} for {duration(now - self._phase_started)}", *self._so_far()]))
 
     def _so_far(self) -> list[str]:
         """Say what is done since the phase began, and for how long nothing has moved."""
@@ -176,23 +175,10 @@ class Progress:
 
     # ── plain lines ───────────────────────────────────────────────────────────────────────────────
 
-    def _print(self, text: str | Text) -> None:
-        self._last_line = time.monotonic()
-        self._say(text)
-
-    def _say(self, what: RenderableType) -> None:
-        if isinstance(self._display, NotebookPanel):
-            self._display.say(what)
-        else:
-            self.console.print(what, soft_wrap=not self.live and isinstance(what, str | Text))
-
     def _plain_line(self) -> str:
         latest = self._recent[-1]
         parts = [f"step {self._step}/{self._total}", f"reward {number(latest.get('reward/mean'))}"]
-        for label, key in (("loss", "actor/loss"), ("kl", "actor/kl"), ("length", "rollout/length_mean"),
-                           ("stale", "rollout/staleness_mean")):  # fmt: skip
-            if latest.get(key) is not None:
-                parts.append(f"{label} {number(latest[key])}")
+        parts += _known(latest, loss="actor/loss", kl="actor/kl", length="rollout/length_mean", stale=STALENESS)
         if (finished := latest.get("rollout/finished")) is not None:
             parts.append(f"finished {share(finished)}")
         parts += filter(None, (_silent(latest), replicas(latest)))
@@ -210,10 +196,7 @@ class Progress:
 
     def _redraw(self) -> None:
         if self._display is not None:
-            if isinstance(self._display, NotebookPanel):
-                self._display.update(self.render())
-            else:
-                self._display.update(self.render(), refresh=True)
+            self._display.update(self.render(), refresh=True)
             self._drawn = time.monotonic()
 
     def _keep_evals(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -268,31 +251,34 @@ class Progress:
         if (finished := latest.get("rollout/finished")) is not None:
             few = "yellow" if finished < FEW_FINISH else ""
             parts.append(Text(f"finished {share(finished)}, truncated {share(1 - finished)}", style=few))
-        parts += [Text(f"{number(latest.get('rollout/length_mean'))} tokens")]
-        parts += [Text(f"longest {number(latest.get('rollout/length_max'))}")]
+        parts.append(Text(f"{number(latest.get('rollout/length_mean'))} tokens"))
+        parts.append(Text(f"longest {number(latest.get('rollout/length_max'))}"))
         return _fitting(parts, width)
 
     def _speed_row(self, width: int) -> Text:
         latest = self._recent[-1] if self._recent else {}
         parts = [f"{count(latest.get('perf/tokens_per_s'))} tokens/s", f"{number(latest.get('time/step_s'))} s/step"]
-        for label, key in (("loss", "actor/loss"), ("KL", "actor/kl"), ("entropy", "actor/entropy"),
-                           ("gap", "rollout/logprob_gap"), ("stale", "rollout/staleness_mean")):  # fmt: skip
-            if latest.get(key) is not None:
-                parts.append(f"{label} {number(latest[key])}")
+        parts += _known(latest, loss="actor/loss", KL="actor/kl", entropy="actor/entropy", gap="rollout/logprob_gap")
+        parts += _known(latest, stale=STALENESS)
         return _fitting([Text(part) for part in parts], width)
 
     def _now_row(self, width: int) -> Text:
         parts = []
         if self._phase:
-            parts.append(Text(f"{self._phase} for {duration(time.monotonic() - self._phase_started)}"))
-            parts += [Text(part) for part in self._so_far()]
+            spent = duration(time.monotonic() - self._phase_started)
+            parts += [Text(part) for part in (f"{self._phase} for {spent}", *self._so_far())]
         if self._recent and (fewer := replicas(self._recent[-1])):
             parts.append(Text(fewer, style="yellow"))
         if self._warnings:
-            parts.append(Text(f"{self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow"))
+            parts.append(Text(counted(self._warnings, "warning"), style="yellow"))
         if self._checkpoint is not None:
             parts.append(Text(f"checkpoint at step {self._checkpoint}", style="dim"))
         return _fitting(parts, width) if parts else Text("done" if self._step >= self._total else "ended")
+
+
+def _known(metrics: Mapping[str, Any], **keys: str) -> list[str]:
+    """Write `label value` for each key that the metrics have."""
+    return [f"{label} {number(metrics[key])}" for label, key in keys.items() if metrics.get(key) is not None]
 
 
 def _silent(metrics: Mapping[str, Any]) -> str:
@@ -332,3 +318,37 @@ def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:
         bar.append("━" * round(max(10, width - legend) * part), style=colors[name])
     named = [Text(name, style=colors[name]).append(f" {part:.0%}", style="default") for name, part in shares.items()]
     return _fitting([bar, *named], width)
+
+
+class EvalProgress(Progress):
+    """Show `rlctl eval`: count completions instead of steps."""
+
+    unit = "completion"
+
+    def __init__(self, name: str, total: int, console: Screen | None = None, live: bool | None = None) -> None:
+        super().__init__(total, 0, name, console, live)
+        self._before = 0  # of the sets that are done
+        self._sampling_since = 0.0
+
+    def phase(self, phase: Phase, doing: str = "") -> None:
+        if phase == "rollout" and doing:
+            self._before = self._step
+            self._sampling_since = self._sampling_since or time.monotonic()
+        super().phase(phase, doing)
+
+    def arrived(self, one: Evaluation, done: int, of: int) -> None:
+        """Show how many completions of a set are here."""
+        self._step = self._before + done
+        if self.live:
+            self.tick()
+        elif self._step >= self._total or time.monotonic() - self._last_line >= EVAL_LINE_S:
+            self.message(f"eval {one.name}  {done}/{of} completions  ETA {duration(self.eta_s)}")
+
+    @property
+    def eta_s(self) -> float | None:
+        """Estimate the seconds left at the pace so far."""
+        spent = time.monotonic() - self._sampling_since
+        return spent / self._step * (self._total - self._step) if self._step else None
+
+    def render(self) -> RenderableType:
+        return Group(self._head(), Text.assemble(("now    ", "bold"), self._now_row(max(20, self.console.width - 9))))

@@ -101,7 +101,7 @@ def test_the_panel_and_the_lines_of_a_run(live: bool) -> None:
         progress.phase("rollout", HOSTILE)
         progress.message(HOSTILE)
         progress.warning(HOSTILE)
-        progress.table(table())
+        progress.message(table())
         progress.evaluation(0, {f"eval/{HOSTILE}/reward_mean": 0.5})
         progress.step({"step": 3, "reward/mean": 0.5, f"eval/{HOSTILE}/reward_mean": 1.0, "time/step_s": 1.0})
     assert_harmless(file.getvalue(), own=live)
