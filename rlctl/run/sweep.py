@@ -25,7 +25,7 @@ from rlctl.run.resume import differences
 from rlctl.run.run_lock import RunLock
 from rlctl.show.report_compare import read_runs, render_comparison
 from rlctl.show.report_page import write_page
-from rlctl.show.sweep_table import State, SweepTable, Trial, outcome
+from rlctl.show.sweep_table import DONE, State, SweepTable, Trial, outcome
 from specs.errors import Problem, SpecError, UsageError
 from specs.json_file import read_object, write_object
 from specs.load.load import load_spec
@@ -65,12 +65,12 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
         table.print_head(jobs)
         interrupted = Runs(spec_path, folder, jobs, table).all()
         write_object(folder / "sweep.json", table.as_object())
-        if begun := [trial.run_dir for trial in table.trials if outcome(trial.run_dir).step]:
+        if begun := [trial.run_dir for trial in table.trials.values() if outcome(trial.run_dir).step]:
             write_page(folder / "report.html", render_comparison(read_runs(begun), folder / "report.html"))
         table.print_results()
     finally:
         lock.release()
-    return 130 if interrupted else 1 if not table.all_done else 0
+    return 130 if interrupted else 1 if any(trial.state not in DONE for trial in table.trials.values()) else 0
 
 
 # ── which runs ────────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +191,7 @@ class Runs:
 
     def all(self) -> bool:
         """Run until none is left. Returns whether a person ended it; then every run has saved what it reached."""
-        waiting = deque(trial.name for trial in self.table.trials if trial.state in ("waiting", "begun"))
+        waiting = deque(trial.name for trial in self.table.trials.values() if trial.state in ("waiting", "begun"))
         with as_ctrl_c(signal.SIGTERM, signal.SIGHUP), self.table:
             try:
                 while waiting or self._running:
@@ -204,7 +204,7 @@ class Runs:
                 return True
 
     def _start(self, name: str) -> None:
-        trial = self.table[name]
+        trial = self.table.trials[name]
         resumed = ["--resume"] if trial.state == "begun" else []
         settings = [word for text in trial.overrides for word in ("--set", text)]
         command = [sys.executable, "-c", TRAIN, str(self.spec_path), "--run-dir", str(trial.run_dir)]

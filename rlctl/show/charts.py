@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlctl.show.text_format import html, number
+from rlctl.show.text_format import buckets, html, number
 
 Point = tuple[float, float]
 Series = Mapping[str, Sequence[Point]]
@@ -47,8 +47,4 @@ def chart(title: str, series: Series, *, unit: str = "", stacked: bool = False) 
 
 def thin(own: Sequence[Point]) -> Sequence[Point]:
     """Return at most `MAX_POINTS` points: means of equal buckets, each at its last step."""
-    if len(own) <= MAX_POINTS:
-        return own
-    edges = [len(own) * i // MAX_POINTS for i in range(MAX_POINTS + 1)]
-    buckets = [own[a:b] for a, b in itertools.pairwise(edges)]
-    return [(bucket[-1][0], sum(y for _, y in bucket) / len(bucket)) for bucket in buckets]
+    return [(bucket[-1][0], statistics.fmean(y for _, y in bucket)) for bucket in buckets(own, MAX_POINTS)]

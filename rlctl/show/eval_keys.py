@@ -12,22 +12,15 @@ MEAN = "reward_mean"
 SOLVED = "pass@"
 
 
-def by_set(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return name → metric → value, in the order of the line."""
-    found: dict[str, dict[str, float]] = {}
+def by_set(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return name → metric → value (a number, or a series that is not empty) of each evaluation that has a mean
+    reward, in the order of the line."""
+    found: dict[str, dict[str, Any]] = {}
     for key, value in metrics.items():
-        name, metric = split(key)
-        if metric and isinstance(value, int | float):
+        name, _, metric = key.removeprefix(PREFIX).rpartition("/")
+        if key.startswith(PREFIX) and metric and isinstance(value, int | float | list) and value != []:
             found.setdefault(name, {})[metric] = value
     return {name: values for name, values in found.items() if MEAN in values}
-
-
-def split(key: str) -> tuple[str, str]:
-    """Return name and metric of an evaluation's key; of another key, two empty texts."""
-    if not key.startswith(PREFIX):
-        return "", ""
-    name, _, metric = key.removeprefix(PREFIX).rpartition("/")
-    return name, metric
 
 
 def solved(metrics: Iterable[str]) -> list[str]:
@@ -50,14 +43,8 @@ def words(values: Mapping[str, float]) -> str:
 
 def keys(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return heading → key of what is shown of every evaluation in these lines, in the order of the spec."""
-    sets: dict[str, dict[str, None]] = {}
-    for key in dict.fromkeys(key for line in lines for key in line):
-        name, metric = split(key)
-        if metric:
-            sets.setdefault(name, {})[metric] = None
     return {
         f"eval {name}{'' if metric == MEAN else ' ' + metric}": f"{PREFIX}{name}/{metric}"
-        for name, metrics in sets.items()
-        if MEAN in metrics
+        for name, metrics in by_set({key: True for line in lines for key in line}).items()
         for metric in shown(metrics)
     }

@@ -14,7 +14,6 @@ from typing import Any
 
 from specs.errors import NotFiniteError, RlctlError, RunDirError
 
-Metrics = Mapping[str, Any]
 _MAX_STEP = 2**53
 
 
@@ -34,7 +33,7 @@ class MetricsWriter:
             raise RunDirError(f"{path} already holds metrics", hint="continue it with --resume, or use another run dir")
         self._file: io.FileIO = path.open("ab", buffering=0)
 
-    def write(self, metrics: Metrics) -> None:
+    def write(self, metrics: Mapping[str, Any]) -> None:
         """Append one step. `metrics["step"]` must be there. Raises RlctlError when the disk refuses, NotFiniteError
         when the line is written but holds a number that is none."""
         assert isinstance(metrics.get("step"), int), "a line of metrics needs `step`"
@@ -78,7 +77,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def last_values(records: Sequence[Metrics]) -> dict[str, Any]:
+def last_values(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the last value of every metric: evaluations are not in every line."""
     return {key: value for record in records for key, value in record.items() if value is not None}
 
@@ -91,14 +90,18 @@ def truncate_after(path: Path, step: int, warn: Callable[[str], None] | None = N
     kept, bad = [], 0
     for line in _lines(path)[0]:
         try:
-            if _record(line)["step"] <= step:
-                kept.append(line)
+            kept += [line] if _record(line)["step"] <= step else []
         except ValueError:
             bad += 1
     if bad and warn is not None:
         warn(f"{path.name}: {bad} of its lines cannot be read, and are dropped")
     if path.exists():
-        _replace(path, kept)
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            file.writelines(line + b"\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -141,12 +144,3 @@ def _object(line: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("not an object with a step")
     return content
-
-
-def _replace(path: Path, lines: Sequence[bytes]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(line + b"\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -146,11 +147,11 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
     tiles = {
         "steps": f"{steps[-1]['step']}" + (f" of {planned}" if planned else ""),
         "training time": duration(spent),
-        "mean reward": _first_and_last(points(steps, "reward/mean")) or "–",
+        "mean reward": _first_and_last(steps, "reward/mean") or "–",
         "tokens per second": count(sum(speed) / len(speed) if speed else None),
     }
-    tiles |= {heading: _first_and_last(points(records, key)) for heading, key in eval_keys.keys(records).items()}
-    tiles["completions finished"] = _first_and_last(points(steps, "rollout/finished"), share)
+    tiles |= {heading: _first_and_last(records, key) for heading, key in eval_keys.keys(records).items()}
+    tiles["completions finished"] = _first_and_last(steps, "rollout/finished", share)
     if failed := sum(map(_failures, steps)):
         tiles["failed grades"] = count(failed)
     if restarts := max((y for _, y in points(steps, "rollout/restarts")), default=0):
@@ -163,7 +164,8 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def _first_and_last(series: Sequence[Point], write: Callable[[float], str] = number) -> str:
+def _first_and_last(records: Records, key: str, write: Callable[[float], str] = number) -> str:
+    series = points(records, key)
     return f"{write(series[0][1])} → {write(series[-1][1])}" if series else ""
 
 
@@ -180,7 +182,7 @@ def _term_names(resolved: dict[str, Any]) -> dict[str, str]:
 
 
 def _charts(records: Records, terms: dict[str, str]) -> str:
-    sets = _eval_metrics(records)
+    sets = eval_keys.by_set({key: points(records, key) for key in dict.fromkeys(itertools.chain(*records))})
     reward = {"train": points(records, "reward/mean")}
     reward |= {f"eval {name}": series[eval_keys.MEAN] for name, series in sets.items()}
     figures = [
@@ -201,8 +203,8 @@ def _charts(records: Records, terms: dict[str, str]) -> str:
     for title, unit, keys in CHARTS:
         found = {label: points(records, key) for label, key in keys.items()}
         figures.append(chart(title, _nonzero(found), unit=unit))
-    held = dict.fromkeys(key for line in records for key in line if key.startswith("mem/") and "_before_" not in key)
-    memory = {key[len("mem/") : -len("_GiB")].replace("_", " "): points(records, key) for key in held}
+    held = (key for key in itertools.chain(*records) if key.startswith("mem/") and "_before_" not in key)
+    memory = {key[len("mem/") : -len("_GiB")].replace("_", " "): points(records, key) for key in dict.fromkeys(held)}
     figures.append(chart("Memory", memory, unit="GiB"))
     return f"<section class=charts>{''.join(figures)}</section>"
 
@@ -271,16 +273,6 @@ def _memory(compared: dict[str, Any], records: Records) -> str:
 
 def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _eval_metrics(records: Records) -> dict[str, dict[str, list[Point]]]:
-    """Return the values of each metric of each evaluation that has a mean reward."""
-    found: dict[str, dict[str, list[Point]]] = {}
-    for key in dict.fromkeys(key for record in records for key in record):
-        name, metric = eval_keys.split(key)
-        if metric and (series := points(records, key)):
-            found.setdefault(name, {})[metric] = series
-    return {name: series for name, series in found.items() if eval_keys.MEAN in series}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -73,21 +73,10 @@ class SweepTable:
     ) -> None:
         self.keys, self.folder = list(keys), folder
         self.console = console or Screen(outlives=True)
-        self._trials = {trial.name: trial for trial in trials}
+        self.trials = {trial.name: trial for trial in trials}
         self._began: dict[str, float] = {}
         self._live: Live | None = None
         self._drawn = 0.0
-
-    @property
-    def trials(self) -> list[Trial]:
-        return list(self._trials.values())
-
-    @property
-    def all_done(self) -> bool:
-        return all(trial.state in DONE for trial in self.trials)
-
-    def __getitem__(self, name: str) -> Trial:
-        return self._trials[name]
 
     def __enter__(self) -> Self:
         if redraws(self.console) and not self.console.is_jupyter:
@@ -106,24 +95,24 @@ class SweepTable:
     # ── while they run ────────────────────────────────────────────────────────────────────────────
 
     def print_plan(self) -> None:
-        self.say(f"{counted(len(self._trials), 'run')} in {self.folder}")
-        for trial in self.trials:
+        self.say(f"{counted(len(self.trials), 'run')} in {self.folder}")
+        for trial in self.trials.values():
             settings = "  ".join(f"{key}={value}" for key, value in trial.values.items())
             self.say(f"{trial.name}  {trial.state}  {settings}")
 
     def print_head(self, jobs: int) -> None:
-        done = sum(trial.state in DONE for trial in self.trials)
+        done = sum(trial.state in DONE for trial in self.trials.values())
         before = f", {done} of them done before" if done else ""
-        self.say(f"{counted(len(self._trials), 'run')}{before}, {jobs} at a time, in {self.folder}")
+        self.say(f"{counted(len(self.trials), 'run')}{before}, {jobs} at a time, in {self.folder}")
 
     def now(self, name: str, state: State) -> None:
         """Show that a run began or ended."""
-        self._trials[name] = replace(self._trials[name], state=state)
+        self.trials[name] = replace(self.trials[name], state=state)
         if state == "running":
             self._began[name] = time.monotonic()
             self.say(f"{name}: started")
             return
-        found = outcome(self._trials[name].run_dir)
+        found = outcome(self.trials[name].run_dir)
         took = duration(time.monotonic() - self._began[name])
         self.say(f"{name}: {state} at step {found.step} after {took}, {self.score_name} {number(found.score)}")
         if state == "failed":
@@ -138,7 +127,7 @@ class SweepTable:
         table = Table(box=None, pad_edge=False)
         for title in ("run", "state", "step", "score", "time"):
             table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=True)
-        for trial in self.trials:
+        for trial in self.trials.values():
             if trial.state == "running":
                 found, spent = outcome(trial.run_dir), duration(time.monotonic() - self._began[trial.name])
                 table.add_row(trial.name, trial.state, f"{found.step}/{trial.steps}", number(found.score), spent)
@@ -149,7 +138,7 @@ class SweepTable:
     @property
     def score_name(self) -> str:
         """Name the metric that runs are ranked by."""
-        found = [key for trial in self.trials for key in _evaluations(outcome(trial.run_dir).metrics)]
+        found = [key for trial in self.trials.values() for key in _evaluations(outcome(trial.run_dir).metrics)]
         return next(iter(found), "reward/mean")
 
     def print_results(self) -> None:
@@ -174,7 +163,7 @@ class SweepTable:
         return {"keys": self.keys, "score": self.score_name, "runs": runs}
 
     def _ranked(self) -> list[tuple[Trial, Outcome]]:
-        found = [(trial, outcome(trial.run_dir)) for trial in self.trials]
+        found = [(trial, outcome(trial.run_dir)) for trial in self.trials.values()]
         return sorted(found, key=lambda pair: -math.inf if pair[1].score is None else pair[1].score, reverse=True)
 
     def _over_seeds(self, ranked: Sequence[tuple[Trial, Outcome]]) -> str:
@@ -183,11 +172,10 @@ class SweepTable:
         for trial, found in ranked:
             if trial.state in DONE and found.score is not None:
                 scores.setdefault(tuple(trial.values[key] for key in others), []).append(found.score)
-        means = sorted(((statistics.fmean(own), values) for values, own in scores.items()), reverse=True)
-        rows = []
-        for mean, values in means:
-            own = scores[values]
-            rows.append((*values, number(mean), number(statistics.stdev(own)) if len(own) > 1 else "–", str(len(own))))
+        rows = [
+            (*values, number(statistics.fmean(own)), number(statistics.stdev(own) if own[1:] else None), str(len(own)))
+            for values, own in sorted(scores.items(), key=lambda pair: statistics.fmean(pair[1]), reverse=True)
+        ]
         return columns((*others, "mean", "std", "runs"), rows)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from specs.phases import GRADING_METRIC, TIME_METRICS
 from specs.terminal import visible
 
+T = TypeVar("T")
 BLOCKS = "▁▂▃▄▅▆▇█"
 FEW_FINISH = 0.1  # share of completions that end by themselves below which what is shown is mostly cut off
 # Times of a step's phases, in its order: the metric, and what a person reads.
@@ -23,18 +25,18 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known or width < 1:
         return ""
-    points = _buckets(known, width)
+    points = [statistics.fmean(bucket) for bucket in buckets(known, width)]
     low, high = min(points), max(points)
     span = high - low
     top = len(BLOCKS) - 1
     return "".join(BLOCKS[round((point - low) / span * top) if span > 0 else 0] for point in points)
 
 
-def _buckets(values: Sequence[float], width: int) -> list[float]:
-    if len(values) <= width:
-        return list(values)
-    edges = [len(values) * i // width for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+def buckets(values: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Divide a series into at most so many buckets of equal size."""
+    count = min(most, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    return [values[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
