@@ -120,8 +120,8 @@ def save(
 ) -> Path:
     """Write checkpoint `step` and drop all but the `keep` newest. Any failure leaves the older ones and no debris.
 
-    `write_roles` has, by the folder's name, what makes a role's ranks write into it and returns what each says it
-    wrote. What a rank says goes into the manifest: if something else arrives, the checkpoint is torn, and is found so.
+    `write_roles`: by the folder's name, what makes a role's ranks write into it and returns what each reports that it
+    wrote. Reports go into the manifest: if something else arrives, the checkpoint is torn, and is found so.
     `write_driver` writes the driver's own files and returns its state.
     """
     final, temporary = step_path(root, step), root / f".tmp_step_{step:06d}"
@@ -186,10 +186,9 @@ def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ())
             warn(f"skipped {line}")
         return found
     if damaged:
-        raise CheckpointError(
-            f"every checkpoint in {root} is damaged:\n" + "\n".join(f"  - {line}" for line in damaged),
-            hint=f"put one of them back from a copy; {start_anew(root.parent)}",
-        )
+        listed = "".join(f"\n  - {line}" for line in damaged)
+        hint = f"put one of them back from a copy; {start_anew(root.parent)}"
+        raise CheckpointError(f"every checkpoint in {root} is damaged:{listed}", hint=hint)
     return None
 
 

@@ -26,7 +26,7 @@ from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.startup import start
 from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
-from rlctl.show.metrics_file import MetricsWriter
+from rlctl.show.metrics_file import MetricsWriter, append_samples
 from rlctl.show.progress import EvalProgress
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import number, share
@@ -81,18 +81,13 @@ def evaluate(
     screen = Screen(stderr=as_json, outlives=True)
     total = sum(one.samples for one in spec.evaluations)
     try:
-        with (
-            explained_disk_errors(run.path),
-            EvalProgress(Path(what).name, total, screen) as progress,
-            journaled(run),
-        ):
+        with explained_disk_errors(run.path), EvalProgress(Path(what).name, total, screen) as progress, journaled(run):
             for warning in warnings:
                 progress.warning(str(warning))
-            record = _measure(spec, source.folder, run, plan, checkpoint, progress)
+            record = _measure(run, plan, checkpoint, progress)
             with MetricsWriter(run.metrics) as metrics:
                 metrics.write({"step": done, **record.metrics})
-            lines = (json_text({"step": done, **sample}) + "\n" for sample in record.samples)
-            run.evaluations.write_text("".join(lines), encoding="utf-8")
+            append_samples(run.evaluations, done, record.samples)
     finally:
         run.release()
     if as_json:
@@ -135,9 +130,7 @@ def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:
     return next(folder / one for one in names if not (folder / one).exists())
 
 
-def _measure(
-    spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: EvalProgress
-) -> StepRecord:
+def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: EvalProgress) -> StepRecord:
     done = checkpoint.step if checkpoint else 0
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
@@ -148,9 +141,9 @@ def _measure(
                 raise Interrupted(f"interrupted ({interrupt.name})", hint="nothing was kept: run it again")
 
         progress.phase("build")
-        groups = stack.enter_context(open_groups(spec, run, plan, tick))
+        groups = stack.enter_context(open_groups(run, plan, tick))
         progress.follow(groups.moving)
-        driver = start(spec, spec_dir, run, plan, groups, UpdateWindow(), progress)
+        driver = start(run, plan, groups, UpdateWindow(), progress)
         if checkpoint is not None:
             groups[ACTOR].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / ACTOR)))
             progress.message(f"weights of {checkpoint.path}")

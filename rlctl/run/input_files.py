@@ -79,11 +79,8 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
 
 
 def _data(spec: Spec) -> list[tuple[str, str]]:
-    sources = [("data.train", spec.data.train)]
-    return [
-        *sources,
-        *((f"{evaluation.key}.data", evaluation.data) for evaluation in spec.evaluations if evaluation.data),
-    ]
+    evaluated = [(f"{evaluation.key}.data", evaluation.data) for evaluation in spec.evaluations if evaluation.data]
+    return [("data.train", spec.data.train), *evaluated]
 
 
 def _name(path: Path, folder: Path) -> str:

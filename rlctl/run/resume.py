@@ -55,9 +55,8 @@ def differences(
     `engine`: that of the actor now. Where its table does not say that a resume may change its shape, it may not."""
     refused: list[str] = []
     allowed: list[str] = []
-    rows = held_out(before), held_out(after)
-    if rows[0] != rows[1]:
-        refused.append(f"rows of data.train held out for evaluation: {rows[0]} → {rows[1]}")
+    if (was := held_out(before)) != (now := held_out(after)):
+        refused.append(f"rows of data.train held out for evaluation: {was} → {now}")
     for key in differing_keys(before, after):
         if _is_of_another_kind(key, before, after):
             continue

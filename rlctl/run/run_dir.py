@@ -32,7 +32,9 @@ _DISK_ERRORS = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a w
 
 
 class RunDir:
-    """Hold the paths of a run and its lock."""
+    """Hold the paths of a run and its lock; once it is open, its spec and where relative paths in that start."""
+
+    spec: Spec
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -70,7 +72,7 @@ class RunDir:
         the run reads are not what they were. `force`: a run that saved no checkpoint is set aside, and another begins.
         `spec_dir`: where relative paths start, when that is not the spec file's folder. Raises RunDirError; then
         nothing was changed."""
-        self.spec_dir, self.overrides = spec_dir or spec_path.absolute().parent, tuple(overrides)
+        self.spec, self.spec_dir, self.overrides = spec, spec_dir or spec_path.absolute().parent, tuple(overrides)
         try:
             with explained_disk_errors(self.path):
                 self._open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files, force=force)
@@ -184,9 +186,9 @@ class RunDir:
                 "as they are, which the run directory records",
             )
 
-    def add_downloaded(self, spec: Spec, spec_dir: Path) -> None:
+    def add_downloaded(self) -> None:
         """Record what was not on this host yet when the attempt began."""
-        found = inputs_of(spec, spec_dir, known=self.inputs)
+        found = inputs_of(self.spec, self.spec_dir, known=self.inputs)
         if found != self.inputs:
             self.inputs = found
             self._record_inputs()

@@ -22,21 +22,19 @@ from rlctl.show.progress import Progress
 from specs.errors import CheckpointError
 from specs.json_file import read_object
 from specs.schema.roles import ACTOR, DATA, RoleName
-from specs.schema.spec import Spec
 from specs.wire import bodies
 from specs.wire.messages import Verb
 
 PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat, where completions are as long
 
 
-def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress) -> checkpoints.Checkpoint | None:
+def find_checkpoint(run: RunDir, progress: Progress) -> checkpoints.Checkpoint | None:
     """Find the checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of
     another model, or where there should be one and none is whole, and RunDirError; then nothing was changed."""
-    fork, folders = Fork.of(run.path), saved_roles(spec)
-    checkpoint = checkpoints.newest(run.checkpoints, progress.warning, folders)
+    fork, checkpoint = Fork.of(run.path), checkpoints.newest(run.checkpoints, progress.warning, saved_roles(run.spec))
     last = max((record["step"] for record in read_metrics(run.metrics)), default=0)
     if checkpoint is not None:
-        check_fits(checkpoint.manifest, spec, spec_dir)
+        check_fits(checkpoint.manifest, run.spec, run.spec_dir)
         if last < checkpoint.step:
             progress.warning(f"{run.metrics} ends at step {last}: what came before the checkpoint is missing there")
     elif last - (fork.step if fork else 0) > (every := _checkpoints_were_due_every(run)):
@@ -51,12 +49,6 @@ def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress)
     return checkpoint
 
 
-def resumed(checkpoint: checkpoints.Checkpoint, steps: int) -> str:
-    """Say that a run was resumed, on its way to `steps`."""
-    left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}, --set run.steps=N goes on"
-    return f"resumed from {checkpoint.path}{left}"
-
-
 def _checkpoints_were_due_every(run: RunDir) -> int:
     """Return the steps between checkpoints, in the attempt that made fewest."""
     every = []
@@ -69,10 +61,10 @@ def _checkpoints_were_due_every(run: RunDir) -> int:
 class Saver:
     """Save and restore the state of the roles of one attempt."""
 
-    def __init__(self, spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
-        self.spec, self.spec_dir, self.run, self.plan = spec, spec_dir, run, plan
-        self.groups, self.progress = groups, progress
-        self._versions = self._actor_versions()  # now: the run directory may be moved while the run goes on
+    def __init__(self, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
+        self.run, self.spec, self.plan, self.groups, self.progress = run, run.spec, plan, groups, progress
+        # Now: the run directory may be moved while the run goes on.
+        self._actor_versions = dict(read_object(run.as_built)[ACTOR][0]["versions"])
         self.saved = -1  # step of the newest checkpoint that this attempt wrote or started from
 
     def save(self, driver: Driver, step: int) -> None:
@@ -82,7 +74,7 @@ class Saver:
                 self.run.checkpoints,
                 step,
                 about={**self._about(), "proven": False},
-                write_roles={role: partial(self._save_role, role, step) for role in saved_roles(self.spec)},
+                write_roles={role: partial(self._write_role, role, step) for role in saved_roles(self.spec)},
                 write_driver=driver.save,
                 keep=self.spec.checkpoint.keep,
             )
@@ -90,29 +82,31 @@ class Saver:
             self._prove(folder, step)
         self.progress.checkpoint(step)
 
-    def _save_role(self, role: RoleName, step: int, folder: Path) -> list[checkpoints.Marks]:
-        return [saved.files for saved in self._ask(role, folder, step)]
+    def _write_role(self, role: RoleName, step: int, folder: Path) -> list[checkpoints.Marks]:
+        return [saved.files for saved in self._save_role(role, folder, step)]
 
-    def _ask(self, role: RoleName, folder: Path, step: int, **proof: Any) -> list[bodies.Saved]:
+    def _save_role(self, role: RoleName, folder: Path, step: int, **proof: Any) -> list[bodies.Saved]:
         request = bodies.Save(folder=str(folder), **proof)
         return [bodies.Saved.of(answer) for answer in self.groups[role].call(Verb.SAVE, request, step=step)]
 
     def _prove(self, folder: Path, step: int) -> None:
-        """Add what an export of this state must repeat. A checkpoint without it can be resumed from."""
+        """Add what an export of this state must repeat, on two of the run's own first prompts. A checkpoint without it
+        can be resumed from."""
+        first = bodies.Prompts(what="train", position=0, count=2, group_size=1)
+        batch = self.groups[DATA].call(Verb.PROMPTS, first)[0].batch
         proof = {
-            "proof_prompts": self._proof_prompts(),
+            "proof_prompts": [tokens.tolist() for tokens in batch.sequences("tokens_T")],
             "proof_tokens": min(PROOF_TOKENS, self.spec.data.max_response_tokens),
         }
         written: dict[str, Any] = {}
         failed: list[str] = []
         for role in saved_roles(self.spec):
-            for saved in self._ask(role, folder / role, step, **proof):
+            for saved in self._save_role(role, folder / role, step, **proof):
                 written |= {f"{role}/{file}": mark for file, mark in saved.files.items()}
                 failed += [f"the {role}'s: {saved.unproven}"] if saved.unproven else []
         if failed:
-            self.progress.warning(
-                f"step {step} is saved without its proof, so that no export is made of it: {failed[0]}"
-            )
+            unproven = f"step {step} is saved without its proof, so that no export is made of it: {failed[0]}"
+            self.progress.warning(unproven)
         checkpoints.add_files(folder, written, {"proven": not failed})
 
     def restore(self, driver: Driver, checkpoint: checkpoints.Checkpoint) -> int:
@@ -120,11 +114,13 @@ class Saver:
         self._load(checkpoint)
         too_old = driver.restore(checkpoint.path / "driver", checkpoint.state)
         checkpoint.pin.release()
-        self.progress.message(resumed(checkpoint, self.spec.run.steps))
+        steps = self.spec.run.steps
+        left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}, --set run.steps=N goes on"
+        self.progress.message(f"resumed from {checkpoint.path}{left}")
         if too_old:
-            steps = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
+            span = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
             self.progress.warning(
-                f"{sum(too_old.values())} samples drawn ahead for step {steps} are dropped: older than "
+                f"{sum(too_old.values())} samples drawn ahead for step {span} are dropped: older than "
                 f"rollout.max_staleness = {self.spec.rollout.max_staleness} allows. Their prompts are drawn again"
             )
         return checkpoint.step
@@ -132,7 +128,7 @@ class Saver:
     def begin_from(self, driver: Driver, fork: Fork) -> int:
         """Give the roles what a checkpoint of another run holds: weights and optimizer state, and which prompts come
         next. Returns its step, from which this run counts on, and its learning rates too."""
-        checkpoint = fork.checkpoint(self.spec, self.spec_dir)
+        checkpoint = fork.checkpoint(self.spec, self.run.spec_dir)
         self._load(checkpoint, forked_at=fork.step)
         driver.begin_at(checkpoint.path / "driver", checkpoint.state)
         checkpoint.pin.release()
@@ -146,15 +142,9 @@ class Saver:
         self.saved = checkpoint.step
         self.progress.start_at(checkpoint.step)
 
-    def _proof_prompts(self) -> list[list[int]]:
-        """Return two of the run's own first prompts."""
-        body = bodies.Prompts(what="train", position=0, count=2, group_size=1)
-        batch = self.groups[DATA].call(Verb.PROMPTS, body)[0].batch
-        return [tokens.tolist() for tokens in batch.sequences("tokens_T")]
-
     def _about(self) -> dict[str, Any]:
         """Describe the run in the manifest."""
-        spec, paths = self.spec, model_paths(self.spec, self.spec_dir)
+        spec, fork, paths = self.spec, Fork.of(self.run.path), model_paths(self.spec, self.run.spec_dir)
         roles = {
             role: {"model_path": paths[role], "python": self.plan.role(role).python, "dtype": spec.dtype(role)}
             for role in saved_roles(spec)
@@ -162,16 +152,13 @@ class Saver:
         return {
             "run": spec.run.name,
             "attempt": self.run.attempt,
-            "forked_from": None if (fork := Fork.of(self.run.path)) is None else [str(fork.run), fork.step],
+            "forked_from": [str(fork.run), fork.step] if fork else None,
             "spec_sha256": checkpoints.spec_hash(spec),
-            **about_model(spec, self.spec_dir),
+            **about_model(spec, self.run.spec_dir),
             "inputs": self.run.inputs,
             "actor_ranks": spec.actor.processes,
             "roles": roles,
             **roles[ACTOR],
             "trust_remote_code": spec.model.trust_remote_code,
-            "versions": {"python": platform.python_version(), "rlctl": __version__, **self._versions},
+            "versions": {"python": platform.python_version(), "rlctl": __version__, **self._actor_versions},
         }
-
-    def _actor_versions(self) -> dict[str, str]:
-        return dict(read_object(self.run.as_built)[ACTOR][0]["versions"])

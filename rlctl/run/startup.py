@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rlctl.loop.driver import Driver, UpdateWindow
@@ -34,11 +33,10 @@ Bodies = Mapping[RoleName, dict[str, Any]]  # the request of each role's `build`
 Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
 
 
-def start(
-    spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progress: Progress
-) -> Driver:
-    """Start every process, build every model, and refuse to go on if one is not what was asked. Raises RoleFailure and
-    AsBuiltError."""
+def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progress: Progress) -> Driver:
+    """Start every process, build every model, and refuse to go on if one is not what the spec says. Raises RoleFailure
+    and AsBuiltError."""
+    spec, spec_dir = run.spec, run.spec_dir
     transport = plan_transport(spec, spec_dir, run.path, plan)
     sections = {role: spec.role(role) for role in spec.roles}
     policies = {
@@ -139,19 +137,11 @@ def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> 
     return GapLimits(*gap_limits(spec), run.path, about, progress.warning)
 
 
-def _per_set(rows: Mapping[str, int]) -> str:
-    """Write 128, or for several sets 128 (heldout) and 30 (aime)."""
-    if len(rows) == 1:
-        return f"{next(iter(rows.values())):,}"
-    return " and ".join(f"{count:,} ({name})" for name, count in rows.items())
-
-
 def _data_line(data: DataOpened, spec: Spec) -> str:
+    """Write `data: 4,000 prompts, 128 (heldout) and 30 (aime) for evaluation; dropped: 3 too long`."""
     counts = {"too long": data.dropped_overlong, "bad": data.dropped_bad}
-    dropped = [f"{count} {why}" for why, count in counts.items() if count]
-    kept = "for evaluation" if any(one.data for one in spec.evaluations) else "held out"
-    return (
-        f"data: {data.rows:,} prompts"
-        + (f", {_per_set(data.eval_rows)} {kept}" if data.eval_rows else "")
-        + (f"; dropped: {', '.join(dropped)}" if dropped else "")
-    )
+    dropped = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+    several = len(data.eval_rows) > 1
+    held = " and ".join(f"{count:,}" + f" ({name})" * several for name, count in data.eval_rows.items())
+    kept = "for evaluation" if any(evaluation.data for evaluation in spec.evaluations) else "held out"
+    return f"data: {data.rows:,} prompts" + f", {held} {kept}" * bool(held) + f"; dropped: {dropped}" * bool(dropped)

@@ -27,7 +27,7 @@ from rlctl.run.lineage import Fork, fork_from, spec_source
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
-from rlctl.show.metrics_file import MetricsWriter, last_values, read_metrics, truncate_after
+from rlctl.show.metrics_file import MetricsWriter, append_samples, last_values, read_metrics, truncate_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
 from rlctl.show.screen import Screen
@@ -39,7 +39,6 @@ from specs.errors import (
     LogprobGapError,
     MemoryGrowthError,
     NotFiniteError,
-    Problem,
     RlctlError,
     RoleFailure,
     SpecError,
@@ -48,7 +47,6 @@ from specs.errors import (
 from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.metric import Metric
-from specs.schema.spec import Spec
 from specs.terminal import json_text
 
 REPORT_S = 15.0  # between two writings of the report while a run goes on
@@ -98,36 +96,22 @@ def train(
         try:
             if fork is not None:
                 fork.write(run.path)
-            _attempt(spec, source.folder, run, plan, [*cross_field_warnings(spec), *warnings], notes, resume=resume)
+            problems = [*map(str, cross_field_warnings(spec)), *map(str, warnings)]
+            problems += [f"resumed with another {change}" for change in run.changes]
+            problems += [f"accepted: {change}" for change in run.accepted]
+            with explained_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
+                progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
+                for note in notes:
+                    progress.message(f"note: {note}")
+                for problem in (*problems, *run.notes):
+                    progress.warning(problem)
+                progress.message(f"run directory: {run.path}")
+                with journaled(run):
+                    attempt(run, plan, progress, resume=resume)
+                progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
         finally:
             run.release()
     return run.path
-
-
-def _attempt(
-    spec: Spec,
-    spec_dir: Path,
-    run: RunDir,
-    plan: Plan,
-    problems: Sequence[Problem],
-    notes: Sequence[str],
-    *,
-    resume: bool,
-) -> None:
-    """Show an attempt from its first message to its last."""
-    with explained_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
-        progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
-        for note in notes:
-            progress.message(f"note: {note}")
-        warnings = [str(problem) for problem in problems]
-        warnings += [f"resumed with another {change}" for change in run.changes]
-        warnings += [f"accepted: {change}" for change in run.accepted]
-        for warning in [*warnings, *run.notes]:
-            progress.warning(warning)
-        progress.message(f"run directory: {run.path}")
-        with journaled(run):
-            attempt(spec, spec_dir, run, plan, progress, resume=resume)
-        progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
 
 
 def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_of: str) -> None:
@@ -167,11 +151,11 @@ def print_result(run_dir: Path) -> None:
     screen.print(Text("result: " + json_text({"run_dir": str(run_dir), **shown})), soft_wrap=True)
 
 
-def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:
+def attempt(run: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:
     """Start the roles, take all steps that are left, and end everything that was started. `resume`: go on from the
     newest checkpoint, where there is one; else a run begins at its start, or at that of its fork."""
-    checkpoint = find_checkpoint(spec, spec_dir, run_dir, progress) if resume else None
-    fork = Fork.of(run_dir.path) if checkpoint is None else None
+    checkpoint = find_checkpoint(run, progress) if resume else None
+    fork = Fork.of(run.path) if checkpoint is None else None
     begun = checkpoint or fork
     progress.start_at(begun.step if begun else 0)
     window = UpdateWindow()
@@ -183,49 +167,49 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
             interrupt.check(finish_first=window.is_open)
 
         progress.phase("build")
-        groups = stack.enter_context(open_groups(spec, run_dir, plan, tick))
+        groups = stack.enter_context(open_groups(run, plan, tick))
         progress.follow(groups.moving)
         keep_to = None if not resume else checkpoint.step if checkpoint else -1
         if keep_to is not None:
-            for file in (run_dir.samples, run_dir.evaluations):
+            for file in (run.samples, run.evaluations):
                 truncate_after(file, keep_to, progress.warning)
-        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to))
+        metrics = stack.enter_context(MetricsWriter(run.metrics, resume_step=keep_to))
         trackers = stack.enter_context(
-            open_trackers(spec, run_dir.path, resume=resume, say=progress.message, warn=progress.warning)
+            open_trackers(run.spec, run.path, resume=resume, say=progress.message, warn=progress.warning)
         )
         try:
-            driver = start(spec, spec_dir, run_dir, plan, groups, window, progress)
-            run_dir.add_downloaded(spec, spec_dir)
-            saver = Saver(spec, spec_dir, run_dir, plan, groups, progress)
+            driver = start(run, plan, groups, window, progress)
+            run.add_downloaded()
+            saver = Saver(run, plan, groups, progress)
             if checkpoint is not None:
                 done = saver.restore(driver, checkpoint)
             else:
                 done = saver.begin_from(driver, fork) if fork is not None else 0
-            attempted = Steps(spec, run_dir, groups, driver, saver, metrics, trackers, interrupt, progress, done)
-            attempted.take()
-            _compare_memory(spec, spec_dir, run_dir, groups, progress)
+            Steps(run, groups, driver, saver, metrics, trackers, interrupt, progress, done).take()
+            _compare_memory(run, groups, progress)
         except STOPPED:
-            _compare_memory(spec, spec_dir, run_dir, groups, progress)
+            _compare_memory(run, groups, progress)
             raise
 
 
-def open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None]) -> Groups:
+def open_groups(run: RunDir, plan: Plan, tick: Callable[[], None]) -> Groups:
     """Make the run's processes, none of them started. `tick` is called at least ten times a second while waiting."""
+    limits = run.spec.run
     return Groups(
         plan,
-        run_dir.logs,
-        start_timeout_s=spec.run.start_timeout_s,
-        verb_timeout_s=spec.run.verb_timeout_s,
-        heartbeat_timeout_s=spec.run.heartbeat_timeout_s,
-        stall_timeout_s=spec.run.stall_timeout_s,
+        run.logs,
+        start_timeout_s=limits.start_timeout_s,
+        verb_timeout_s=limits.verb_timeout_s,
+        heartbeat_timeout_s=limits.heartbeat_timeout_s,
+        stall_timeout_s=limits.stall_timeout_s,
         on_tick=tick,
     )
 
 
-def _compare_memory(spec: Spec, spec_dir: Path, run_dir: RunDir, groups: Groups, progress: Progress) -> None:
+def _compare_memory(run: RunDir, groups: Groups, progress: Progress) -> None:
     """Compare what was planned for each role with what it took: for the report, and in a line."""
-    if compared := memory.compare(spec, spec_dir, {role: groups[role] for role in spec.roles}):
-        memory.write(compared, run_dir.path)
+    if compared := memory.compare(run.spec, run.spec_dir, {role: groups[role] for role in run.spec.roles}):
+        memory.write(compared, run.path)
         progress.message(f"memory at most: {memory.line(compared)}")
 
 
@@ -243,8 +227,7 @@ METRICS: tuple[Metric, ...] = (
 class Steps:
     """Take the steps of one attempt, after `done` earlier ones: drive, evaluate, log and save."""
 
-    spec: Spec
-    run_dir: RunDir
+    run: RunDir
     groups: Groups
     driver: Driver
     saver: Saver
@@ -256,6 +239,7 @@ class Steps:
     _report_due: float = 0.0
 
     def __post_init__(self) -> None:
+        self.spec = self.run.spec
         self.memory_watch = MemoryWatch(self.spec.run.max_memory_growth_GiB, self.progress.warning)
 
     def take(self) -> None:
@@ -278,7 +262,7 @@ class Steps:
         if self.spec.eval and self.done == 0:
             before = driver.evaluate(0)
             self._log({"step": 0, **before.metrics})
-            self._keep_evaluation(0, before.samples)
+            append_samples(self.run.evaluations, 0, before.samples)
             self.progress.evaluation(0, before.metrics)
 
     def _step(self, step: int) -> None:
@@ -292,7 +276,7 @@ class Steps:
             if spec.eval and (step % spec.eval.every == 0 or last):
                 evaluated = self.driver.evaluate(step)
                 record.metrics.update(evaluated.metrics)
-                self._keep_evaluation(step, evaluated.samples)
+                append_samples(self.run.evaluations, step, evaluated.samples)
         finally:  # also when interrupted: no checkpoint may be ahead of the metrics
             record.metrics["time/wall_s"] = time.monotonic() - started
             self._log(record.metrics, record.samples)
@@ -307,23 +291,17 @@ class Steps:
         """Write it now and then, so that an open page follows the run; never for more than a hundredth of the time."""
         now = time.monotonic()
         if now >= self._report_due:
-            write_report(self.run_dir.path, running=True)
+            write_report(self.run.path, running=True)
             self._report_due = time.monotonic() + max(REPORT_S, 100 * (time.monotonic() - now))
 
     def _log(self, metrics: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> None:
         self.metrics.write(metrics)
-        with open(self.run_dir.samples, "a", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json_text({"step": metrics["step"], **sample}) + "\n")
+        append_samples(self.run.samples, metrics["step"], samples)
         self.trackers.log(metrics, samples)
-
-    def _keep_evaluation(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        with open(self.run_dir.evaluations, "a", encoding="utf-8") as file:
-            file.writelines(json_text({"step": step, **sample}) + "\n" for sample in samples)
 
     def _where_to_resume(self) -> str:
         saved = self.saver.saved
-        if saved <= 0 or not checkpoints.step_path(self.run_dir.checkpoints, saved).is_dir():
+        if saved <= 0 or not checkpoints.step_path(self.run.checkpoints, saved).is_dir():
             return f"no step was saved yet (checkpoint.every = {self.spec.checkpoint.every})"
         return f"go on after step {saved}, which is saved, with the same command and --resume"
 

@@ -8,11 +8,12 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specs.errors import NotFiniteError, RlctlError, RunDirError
+from specs.terminal import json_text
 
 _MAX_STEP = 2**53
 
@@ -102,6 +103,12 @@ def truncate_after(path: Path, step: int, warn: Callable[[str], None] | None = N
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+def append_samples(path: Path, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Append the samples of a step, a line each. Raises OSError."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json_text({"step": step, **sample}) + "\n" for sample in samples)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

@@ -114,9 +114,9 @@ def local_run(spec_path: Path, run_path: Path, *overrides: str, resume: bool = F
     run, plan, groups = RunDir(run_path), make_plan(spec, spec_dir), LocalGroups(spec)
     run.open(spec, spec_path, resume=resume)
     try:
-        checkpoint: Checkpoint | None = find_checkpoint(spec, spec_dir, run, said) if resume else None
-        driver = start(spec, spec_dir, run, plan, groups, UpdateWindow(), said)
-        saver = Saver(spec, spec_dir, run, plan, groups, said)
+        checkpoint: Checkpoint | None = find_checkpoint(run, said) if resume else None
+        driver = start(run, plan, groups, UpdateWindow(), said)
+        saver = Saver(run, plan, groups, said)
         done = saver.restore(driver, checkpoint) if checkpoint else 0
         if done:
             driver.begin(done)

@@ -149,7 +149,7 @@ def test_a_hub_data_set_is_known_by_its_revision(folder: Path, monkeypatch: pyte
         (cache / "snapshots" / revision).mkdir(parents=True)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("aaaa")
-    run.add_downloaded(spec, folder)  # it was downloaded when the roles were built
+    run.add_downloaded()  # it was downloaded when the roles were built
     attempt(folder, spec)
     (cache / "refs" / "main").write_text("bbbb")
     with pytest.raises(RunDirError, match=r"data\.train: owner/name is of another revision \(aaaa → bbbb\)"):
