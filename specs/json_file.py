@@ -32,6 +32,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_or_empty(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} where it cannot be read."""
+    try:
+        return read_object(path)
+    except ValueError:
+        return {}
+
+
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
     """Replace the file in one step. Raises OSError."""
     partial = path.with_name(path.name + ".partial")

@@ -34,10 +34,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Say how large the files may become, and how much memory the proof may take; None: half of what is free."""
+    """Limit the size of a file, and the host memory that the proof may take."""
 
     shard_GB: float = 2.0
-    memory_GiB: float | None = None
+    memory_GiB: float | None = None  # None: half of what is free, so that the proof presses nothing out of memory
 
 
 def export(
@@ -172,6 +172,8 @@ def _head(role: str) -> HeadKind:
 
 def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits, say: Say) -> dict[str, Any]:
     """Write beside `out_dir`, prove, and only then rename into place."""
+    import psutil
+
     about = exported.about
     base = public_name(about["model_path"]) or Path(about["model_path"]).name
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as name:
@@ -188,14 +190,17 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits
             "adapter_only": exported.adapter_only,
             "out": str(model),
             "shard_bytes": int(limits.shard_GB * 1e9),
-            "memory_bytes": int(limits.memory_GiB * 2**30) if limits.memory_GiB else _spare_memory_bytes(),
+            "memory_bytes": int(limits.memory_GiB * 2**30)
+            if limits.memory_GiB
+            else psutil.virtual_memory().available // 2,
             "answer": str(scratch / "answer.json"),
             "progress": str(scratch / "progress.json"),
         }
         (scratch / "request.json").write_text(json.dumps(request))
         proof = _run(about["python"], scratch, say)
-        if exported.adapter_only:
-            _name_base(model / "adapter_config.json", base)
+        if (adapters := model / "adapter_config.json").is_file():  # a path would say something of this machine
+            config = {**json.loads(adapters.read_text()), "base_model_name_or_path": base}
+            adapters.write_text(json.dumps(config, indent=2) + "\n")
         note = {"run": about["run"], "step": exported.step, "dtype": exported.dtype, "base_model": base, "proof": proof}
         (model / "rlctl_export.json").write_text(json.dumps(note, indent=2) + "\n")
         (model / "README.md").write_text(model_card(exported, proof, model), encoding="utf-8")
@@ -203,13 +208,6 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits
             out_dir.rmdir()  # empty: checked above
         shutil.move(model, out_dir)
     return proof
-
-
-def _name_base(file: Path, base: str) -> None:
-    """Name the base model as others know it: the adapters may be pushed, and a path says something of this machine."""
-    if file.is_file():
-        config = {**json.loads(file.read_text()), "base_model_name_or_path": base}
-        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
@@ -244,19 +242,11 @@ def _follow(process: subprocess.Popen[bytes], progress: Path, say: Say) -> None:
             return
         except subprocess.TimeoutExpired:
             pass
-        if progress.is_file() and (now := _line(**json.loads(progress.read_text()))) != line:
-            moved, line = time.monotonic(), now
-            say(line)
+        if progress.is_file():
+            now = json.loads(progress.read_text())
+            size = f" {now['done'] / 1e9:.2f} of {now['total'] / 1e9:.2f} GB" if now["total"] else ""
+            if (text := now["what"] + size) != line:
+                moved, line = time.monotonic(), text
+                say(line)
         if time.monotonic() - moved > STALL_S:
             raise ExportError(f"the export process made no progress for {STALL_S:.0f} s", hint="nothing was exported")
-
-
-def _line(what: str, done: int, total: int) -> str:
-    return f"{what} {done / 1e9:.2f} of {total / 1e9:.2f} GB" if total else what
-
-
-def _spare_memory_bytes() -> int:
-    """Return half of the host memory that is free: the proof is nothing to press others out of memory for."""
-    import psutil
-
-    return int(psutil.virtual_memory().available) // 2

@@ -16,7 +16,7 @@ from rlctl.show.report_page import header, note, page, section, table, write_pag
 from rlctl.show.report_samples import sample_sections
 from rlctl.show.text_format import TIMES, count, counted, duration, html, number, phase_times, replicas, share
 from specs.errors import RunDirError
-from specs.json_file import read_object
+from specs.json_file import read_or_empty
 from specs.schema.roles import ROLES
 
 Records = Sequence[dict[str, Any]]
@@ -70,7 +70,7 @@ def render(run_dir: Path, *, running: bool = False, target: Path | None = None) 
         records: Records = read_metrics(run_dir / "metrics.jsonl")
     except RunDirError as error:
         records, trouble = [], note(error.message)
-    resolved = _read_json(newest(run_dir, "resolved"))
+    resolved = read_or_empty(newest(run_dir, "resolved"))
     run = _table(resolved.get("run"))
     title = str(run.get("name", run_dir.name))
     journal = read_journal(run_dir)
@@ -83,9 +83,9 @@ def render(run_dir: Path, *, running: bool = False, target: Path | None = None) 
         _charts(records, _term_names(resolved)),
         sample_sections(run_dir / "samples.jsonl", "Samples"),
         sample_sections(run_dir / "eval.jsonl", "Evaluation"),
-        _as_built(_read_json(run_dir / "as_built.json")),
-        _memory(_read_json(run_dir / "memory.json"), records),
-        _attempts(journal, _read_json(run_dir / "forked_from.json")),
+        _as_built(read_or_empty(run_dir / "as_built.json")),
+        _memory(read_or_empty(run_dir / "memory.json"), records),
+        _attempts(journal, read_or_empty(run_dir / "forked_from.json")),
     ]
     return page(title, "".join(parts), refresh_s=REFRESH_S if running and folder == run_dir else 0)
 
@@ -273,11 +273,3 @@ def _memory(compared: dict[str, Any], records: Records) -> str:
 
 def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return an empty table where the file cannot be read."""
-    try:
-        return read_object(path)
-    except ValueError:
-        return {}

@@ -17,7 +17,7 @@ from rlctl.show import eval_keys
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.text_format import number
 from specs.errors import RunDirError
-from specs.json_file import read_object
+from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
 
 SETTINGS = {
@@ -48,7 +48,7 @@ class ExportedModel:
 
 def model_card(exported: ExportedModel, proof: Mapping[str, Any], folder: Path) -> str:
     """Return the card of the model in `folder`. What of the run directory cannot be read is left out."""
-    spec = _read(exported.run_dir / "resolved.json")
+    spec = read_or_empty(exported.run_dir / "resolved.json")
     alone = " (LoRA adapters alone)" if exported.adapter_only else ""
     same = f"{proof['values']} values" if proof.get("values") else f"{proof.get('greedy_tokens', 0)} greedy tokens"
     parts = [
@@ -82,7 +82,7 @@ def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -
 
 
 def _use(exported: ExportedModel, folder: Path) -> str:
-    names = [] if exported.adapter_only else _read(folder / "config.json").get("architectures") or []
+    names = [] if exported.adapter_only else read_or_empty(folder / "config.json").get("architectures") or []
     auto = (
         "AutoModelForSequenceClassification" if "SequenceClassification" in "".join(names) else "AutoModelForCausalLM"
     )
@@ -130,10 +130,3 @@ def public_name(path: str) -> str:
         return path
     local = not path or path.startswith((".", "~", "/")) or Path(path).suffix in (".jsonl", ".json", ".parquet", ".csv")
     return "" if local or path.count("/") > 1 or Path(path).exists() else path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except ValueError:
-        return {}
