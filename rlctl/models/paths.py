@@ -10,7 +10,7 @@ from typing import Any
 import specs
 from rlctl.models.hub import HubModel, hub_model
 from specs.errors import NotHere, Problem
-from specs.json_file import read_object
+from specs.json_file import read_or_empty
 
 BUILTIN_FOLDER = Path(specs.__file__).parent / "builtin"
 # First parts of a relative path that nobody means as an organisation on the hub.
@@ -68,7 +68,4 @@ def model_folder(path: str, spec_dir: Path) -> Path | None:
 def config_of(path: str, spec_dir: Path) -> dict[str, Any]:
     """Return a model's parsed `config.json`; empty where it cannot be read, which `ModelCheck` reports."""
     folder = model_folder(path, spec_dir)
-    try:
-        return read_object(folder / "config.json") if folder else {}
-    except ValueError:
-        return {}
+    return read_or_empty(folder / "config.json") if folder else {}

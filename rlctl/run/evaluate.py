@@ -40,7 +40,7 @@ from specs.terminal import json_text
 from specs.wire import bodies
 from specs.wire.messages import Verb
 
-_FINISHED = "finished"
+CALLED = {"reward_mean": "mean reward", "length_mean": "mean length", "failed": "not graded"}
 
 
 def evaluate(
@@ -61,7 +61,9 @@ def evaluate(
     if run_dir is None and step is not None:
         raise UsageError(f"--step: {what} is a model, not a run", hint="leave it out")
     source = SpecSource(spec_path, spec_path.absolute().parent) if spec_path else spec_source(Path(what), resume=True)
-    more = [] if run_dir else [f"model.path={json.dumps(_model(what))}", "model.from_scratch=false"]
+    folder = Path(what).expanduser()
+    model = str(folder.absolute()) if folder.exists() else what  # the spec's own paths start elsewhere
+    more = [] if run_dir else [f"model.path={json.dumps(model)}", "model.from_scratch=false"]
     spec = load_spec(source.path, [*overrides, *more], lambda note: None)
     if spec.eval is None:
         raise UsageError(f"{source.path} has no [eval]", hint="add it: which prompts, how many, how they are completed")
@@ -107,12 +109,6 @@ def without_learning(spec: Spec, *, adapters: bool) -> Spec:
     its own; a model of its own has none."""
     actor = spec.actor if adapters else spec.actor.model_copy(update={"lora": None})
     return spec.model_copy(update={"algorithm": PLAIN, ACTOR: actor, REF: None, CRITIC: None, "tracking": ()})
-
-
-def _model(what: str) -> str:
-    """Name a folder by its whole path: the spec's paths start elsewhere."""
-    folder = Path(what).expanduser()
-    return str(folder.absolute()) if folder.exists() else what
 
 
 def _check_held_out(run_dir: Path, spec: Spec) -> None:
@@ -169,7 +165,7 @@ def _called(metric: str, spec: Spec) -> str:
     """Name a metric for a person; `term_0` says which term that is."""
     index = metric.removeprefix("term_")
     if index == metric or not index.isdecimal():
-        return {"reward_mean": "mean reward", "length_mean": "mean length", "failed": "not graded"}.get(metric, metric)
+        return CALLED.get(metric, metric)
     term = spec.reward.terms[int(index)]
     return f"term {index}, {getattr(term, 'path', term.kind)}"
 
@@ -179,4 +175,4 @@ def _cell(metric: str, values: Mapping[str, float]) -> str:
         return "–"
     if metric == eval_keys.MEAN:
         return f"{number(values[metric])} ± {number(values.get('reward_stderr'), 2)}"
-    return share(values[metric]) if metric == _FINISHED else number(values[metric])
+    return share(values[metric]) if metric == "finished" else number(values[metric])

@@ -174,7 +174,7 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits
     """Write beside `out_dir`, prove, and only then rename into place."""
     import psutil
 
-    about = exported.about
+    about, spare_bytes = exported.about, psutil.virtual_memory().available // 2
     base = public_name(about["model_path"]) or Path(about["model_path"]).name
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as name:
         scratch = Path(name).absolute()
@@ -190,9 +190,7 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits
             "adapter_only": exported.adapter_only,
             "out": str(model),
             "shard_bytes": int(limits.shard_GB * 1e9),
-            "memory_bytes": int(limits.memory_GiB * 2**30)
-            if limits.memory_GiB
-            else psutil.virtual_memory().available // 2,
+            "memory_bytes": int(limits.memory_GiB * 2**30) if limits.memory_GiB else spare_bytes,
             "answer": str(scratch / "answer.json"),
             "progress": str(scratch / "progress.json"),
         }
