@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import warm
@@ -38,6 +39,18 @@ def warm_rlctl(
     env = environment(PYTHONPATH=env.pop("PYTHONPATH", str(REPO)), **env)
     with none_beyond_loopback():
         return warm.run(command, cwd=cwd, env=env, timeout_s=timeout_s)
+
+
+def finish(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run warm to the end; it must succeed."""
+    done = warm_rlctl(*args, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def settings(*pairs: str) -> tuple[str, ...]:
+    """Return `--set` for each."""
+    return tuple(word for pair in pairs for word in ("--set", pair))
 
 
 def warm_python(script: Path, *args: str | Path, timeout_s: float = 400) -> None:
@@ -78,10 +91,15 @@ def metrics(run_dir: Path) -> list[dict]:
     return found
 
 
+def trained(run_dir: Path) -> list[dict]:
+    """Lines of the steps: not that of the evaluation before them."""
+    return [line for line in metrics(run_dir) if line["step"] > 0]
+
+
 def trajectory(run_dir: Path) -> list[tuple]:
     """What must repeat bit for bit."""
     keys = ("step", "reward/mean", "actor/loss", "actor/grad_norm", "rollout/logprob_gap")
-    return [tuple(line[key] for key in keys) for line in metrics(run_dir) if line["step"] > 0]
+    return [tuple(line[key] for key in keys) for line in trained(run_dir)]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 120, what: str = "condition") -> None:

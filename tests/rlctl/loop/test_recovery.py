@@ -7,11 +7,11 @@ from pathlib import Path
 
 import crashing
 import pytest
-from running import metrics, preset, trajectory, wait_for, warm_rlctl, workers_of
+from running import finish, metrics, preset, settings, trajectory, wait_for, warm_rlctl, workers_of
 
 pytestmark = pytest.mark.slow
 
-TWO = ("--set", "run.steps=6", "--set", "rollout.processes=2")
+TWO = settings("run.steps=6", "rollout.processes=2")
 # One after the other: while it writes, after a part has left; while others learn; in a sync; by its engine's word.
 CRASHES = [
     {"role": "rollout", "rank": 1, "method": "generate", "call": 2, "parts": 1},
@@ -24,8 +24,8 @@ AS_THEY_TAKE_TURNS = [
     {"role": "rollout", "rank": 1, "method": "sleep", "call": 3, "how": "stop", "after": 4},
     {"role": "rollout", "rank": 0, "method": "generate", "call": 1, "how": "sleep", "after": 5},  # heartbeats go on
 ]
-STALL = ("--set", "run.stall_timeout_s=8", "--set", "reward.timeout_s=7")
-TAKING_TURNS = ("--set", 'run.colocate="always"', "--set", "run.heartbeat_timeout_s=6", *STALL)
+STALL = settings("run.stall_timeout_s=8", "reward.timeout_s=7")
+TAKING_TURNS = (*settings('run.colocate="always"', "run.heartbeat_timeout_s=6"), *STALL)
 
 
 def nothing_left(run: Path) -> None:
@@ -36,8 +36,7 @@ def nothing_left(run: Path) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run without crashes."""
     folder = tmp_path_factory.mktemp("plain")
-    done = warm_rlctl("train", preset("fake", folder), "--run-dir", folder / "run", *TWO)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finish("train", preset("fake", folder), "--run-dir", folder / "run", *TWO)
     assert {line["rollout/restarts"] for line in metrics(folder / "run")} == {0}
     return folder / "run"
 
@@ -45,8 +44,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_crashes_change_nothing(plain: Path, tmp_path: Path) -> None:
     crashes, plot, run = [*CRASHES, *AS_THEY_TAKE_TURNS], tmp_path / "plot", tmp_path / "run"
     options = [*crashing.install(plot, crashes), *TAKING_TURNS, "--set", f"rollout.max_restarts={len(crashes)}"]
-    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options)
     assert crashing.happened(plot) == [1] * len(crashes)
     assert trajectory(run) == trajectory(plain)
 
@@ -88,8 +86,7 @@ def test_a_crash_while_the_rollout_runs_ahead_is_made_good_after_the_update(tmp_
     first weights, three go out again with those of after the update."""
     plot, run = tmp_path / "plot", tmp_path / "run"
     options = [*crashing.install(plot, [CRASHES[0]]), "--set", "rollout.max_staleness=1"]
-    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options, "--set", "run.steps=4")
-    assert done.returncode == 0, done.stdout + done.stderr
+    finish("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options, "--set", "run.steps=4")
     lines = metrics(run)
     assert [line["rollout/staleness_mean"] for line in lines] == [0, 5 / 8, 1, 1]
     assert lines[-1]["rollout/restarts"] == 1
@@ -117,11 +114,10 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
         {"role": "rollout", "rank": 2, "method": "connect", "call": 1, "how": "late"},
     ]
     engines = {"rollout": [*crashing.FAKE["rollout"], ["workers.connection", "Link", ["connect"]]]}
-    options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=12"]
-    done = warm_rlctl(
+    options = [*settings("rollout.processes=3", "rollout.min_processes=1", "run.start_timeout_s=12")]
+    done = finish(
         "train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults, engines), *options
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert trajectory(run) == trajectory(plain)
     said = " ".join(done.stdout.split())
     assert "rollout rank 1 failed for good: its process was ended by SIGKILL. The run goes on with 1 of them" in said
@@ -156,12 +152,11 @@ def test_the_real_engine_over_a_process_group(tmp_path: Path) -> None:
         {"role": "rollout", "rank": 1, "method": "generate", "call": 2},
         {"role": "rollout", "rank": 0, "method": "import_weight", "call": 65},
     ]
-    transport = ["--set", "rollout.processes=2", "--set", 'sync.transport="group"', "--set", "sync.bucket_MiB=0.01"]
+    transport = [*settings("rollout.processes=2", 'sync.transport="group"', "sync.bucket_MiB=0.01")]
     options = [*crashing.install(tmp_path / "plot", crashes, crashing.TORCH), *transport]
     runs = tmp_path / "plain", tmp_path / "crashed"
     for run, more in zip(runs, ([], options), strict=True):
-        done = warm_rlctl(*common, "--run-dir", run, *more)
-        assert done.returncode == 0, done.stdout + done.stderr
+        finish(*common, "--run-dir", run, *more)
     assert crashing.happened(tmp_path / "plot") == [1, 1]
     for crashed, plain in zip(*map(trajectory, reversed(runs)), strict=True):
         assert crashed[:-1] == plain[:-1]

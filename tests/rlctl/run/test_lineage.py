@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli
 from corpus import base
-from running import metrics, preset, trajectory, warm_rlctl
+from running import finish, metrics, preset, settings, trajectory
 
 from rlctl.cli import main
 from rlctl.run.run_dir import RunDir
@@ -19,8 +19,8 @@ from rlctl.show.journal import read_journal
 from specs.errors import CheckpointError, RunDirError, UsageError
 from specs.load.load import load_spec, spec_from
 
-OPTIONS = ("--set", "run.steps=6", "--set", "checkpoint.every=2", "--set", "checkpoint.keep=3")
-OPTIONS += ("--set", "algorithm.mini_batches_per_step=2")
+OPTIONS = settings("run.steps=6", "checkpoint.every=2", "checkpoint.keep=3")
+OPTIONS += settings("algorithm.mini_batches_per_step=2")
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps of a spec with a reward file beside it, saved at 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "rewards.py").write_text("def score(completion, answer):\n    return completion[:2] == answer[:2]\n")
-    term = ("--set", 'reward.terms=[{kind="function", path="rewards.py:score"}, {kind="exact_match", partial=true}]')
-    done = warm_rlctl("train", preset("fake", folder), "--run-dir", folder / "run", *OPTIONS, *term)
-    assert done.returncode == 0, done.stdout + done.stderr
+    term = settings('reward.terms=[{kind="function", path="rewards.py:score"}, {kind="exact_match", partial=true}]')
+    finish("train", preset("fake", folder), "--run-dir", folder / "run", *OPTIONS, *term)
     return folder / "run"
 
 
@@ -48,8 +47,7 @@ def test_a_run_is_resumed_by_its_directory_from_anywhere(whole: Path, tmp_path: 
     """The reward file stands beside the spec, which is neither here nor in the run directory."""
     run = tmp_path / "moved"
     shutil.copytree(whole, run)
-    done = warm_rlctl("train", run, "--resume", "--set", "run.steps=7", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finish("train", run, "--resume", "--set", "run.steps=7", cwd=tmp_path)
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7]
     assert tomli.loads((run / "spec.attempt_2.toml").read_text())["run"]["steps"] == 7
 
@@ -57,31 +55,27 @@ def test_a_run_is_resumed_by_its_directory_from_anywhere(whole: Path, tmp_path: 
 def test_a_fork_goes_on_as_the_run_would_until_something_is_changed(whole: Path, tmp_path: Path) -> None:
     spec = whole.parent / "fake.toml"
     terms = json.loads((whole / "resolved.json").read_text())["reward"]["terms"]
-    term = (
-        "--set",
-        f'reward.terms=[{{kind="function", path="{terms[0]["path"]}"}}, {{kind="exact_match", partial=true}}]',
+    term = settings(
+        f'reward.terms=[{{kind="function", path="{terms[0]["path"]}"}}, {{kind="exact_match", partial=true}}]'
     )
     same, other = tmp_path / "same", tmp_path / "other"
-    done = warm_rlctl("train", spec, "--run-dir", same, "--from", f"{whole}@4", *OPTIONS, *term)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish("train", spec, "--run-dir", same, "--from", f"{whole}@4", *OPTIONS, *term)
     assert f"forked from {whole / 'checkpoints' / 'step_000004'}" in done.stdout
     assert trajectory(same) == trajectory(whole)[4:]
     assert json.loads((same / "forked_from.json").read_text()) == {"run": str(whole), "step": 4}
     manifest = json.loads((same / "checkpoints" / "step_000006" / "manifest.json").read_text())
     assert manifest["forked_from"] == [str(whole), 4]
 
-    changed = ("--set", "actor.optimizer.schedule=cosine", "--set", "algorithm.mini_batches_per_step=1")
-    changed += ("--set", "actor.optimizer.lr=0.9", "--set", "algorithm.group_size=8", "--set", "checkpoint.every=50")
-    done = warm_rlctl("train", spec, "--run-dir", other, "--from", f"{whole}@4", *OPTIONS, *term, *changed)
-    assert done.returncode == 0, done.stdout + done.stderr
+    changed = settings("actor.optimizer.schedule=cosine", "algorithm.mini_batches_per_step=1")
+    changed += settings("actor.optimizer.lr=0.9", "algorithm.group_size=8", "checkpoint.every=50")
+    done = finish("train", spec, "--run-dir", other, "--from", f"{whole}@4", *OPTIONS, *term, *changed)
     first = trajectory(other)
     assert first[0][0] == 5
     assert first != trajectory(whole)[4:]
     lrs = [0.9 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in (4, 5)]
     assert [line["actor/lr"] for line in metrics(other)] == pytest.approx(lrs), "its own schedule's, whose clock it has"
     shutil.rmtree(other / "checkpoints")  # as if it had been killed before its first one
-    done = warm_rlctl("train", other, "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish("train", other, "--resume")
     assert "starting at step 5, as forked" in done.stdout
     assert trajectory(other) == first
 

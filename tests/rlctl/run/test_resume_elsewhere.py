@@ -5,19 +5,17 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from running import metrics, preset
-from running import warm_rlctl as rlctl
+from running import finish, preset, settings, trained
 
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    *("--set", "data.prompts_per_step=8", "--set", "algorithm.group_size=4"),
-    *("--set", "algorithm.mini_batches_per_step=2", "--set", "eval.every=100", "--set", "eval.prompts=8"),
+    *settings("data.prompts_per_step=8", "algorithm.group_size=4", "algorithm.mini_batches_per_step=2"),
+    *settings("eval.every=100", "eval.prompts=8", "checkpoint.every=3", "checkpoint.keep=9"),
     # A large epsilon: with 1e-8 Adam takes the sign of gradients that are zero but for rounding.
-    *("--set", "actor.optimizer.eps=1e-4", "--set", 'actor.optimizer.schedule="constant"'),
-    *("--set", "checkpoint.every=3", "--set", "checkpoint.keep=9"),
+    *settings("actor.optimizer.eps=1e-4", 'actor.optimizer.schedule="constant"'),
 )
-TWO = ("--set", "actor.processes=2", "--set", "actor.launcher=torchrun")
+TWO = settings("actor.processes=2", "actor.launcher=torchrun")
 ELSEWHERE = {
     "ddp": TWO,
     "fsdp2": (*TWO, "--set", "actor.engine.kind=fsdp2"),
@@ -26,8 +24,7 @@ ELSEWHERE = {
 
 
 def train(spec, run, steps, *options):
-    done = rlctl("train", spec, "--run-dir", run, *SMALL, "--set", f"run.steps={steps}", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish("train", spec, "--run-dir", run, *SMALL, "--set", f"run.steps={steps}", *options)
     return done
 
 
@@ -52,8 +49,8 @@ def test_there_and_back(whole, tmp_path):
     spec, run = whole
     copy = tmp_path / "run"
     first_three_steps(run, copy)
-    for step, (engine, settings) in enumerate(ELSEWHERE.items(), start=4):
-        there = train(spec, copy, step, "--resume", *settings)
+    for step, (engine, changes) in enumerate(ELSEWHERE.items(), start=4):
+        there = train(spec, copy, step, "--resume", *changes)
         assert f"step_{step - 1:06d}" in there.stdout, engine
         written = sorted(path.name for path in (copy / "checkpoints" / f"step_{step:06d}" / "actor").glob("model-*"))
         assert written == ["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"], engine
@@ -61,14 +58,11 @@ def test_there_and_back(whole, tmp_path):
             assert "resumed with another actor.processes: 1 → 2" in there.stdout
     back = train(spec, copy, 7, "--resume")
     assert "step_000006" in back.stdout
-    expected, got = ([line for line in metrics(each) if line["step"] > 0] for each in (run, copy))
+    expected, got = (trained(each) for each in (run, copy))
     assert [line["step"] for line in got] == list(range(1, 8))
     for one, other in zip(expected, got, strict=True):
         assert other["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-6)
         assert other["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-5)
         assert other["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
-    exported = rlctl(
-        "export-checkpoint", copy, tmp_path / "out", "--step", "6", "--dtype", "fp32", "--shard-GB", "0.001"
-    )
-    assert exported.returncode == 0, exported.stderr
+    finish("export-checkpoint", copy, tmp_path / "out", "--step", "6", "--dtype", "fp32", "--shard-GB", "0.001")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import environment, preset, warm_rlctl
+from running import environment, finish, preset, settings
 
 from rlctl.cli import main
 from rlctl.run import export, train
@@ -21,15 +21,14 @@ from rlctl.show.report import write_report
 from specs.errors import RlctlError
 
 STEPS, SAVED = 4, ("step_000002", "step_000004")
-OPTIONS = ("--set", f"run.steps={STEPS}", "--set", "checkpoint.every=2")
+OPTIONS = settings(f"run.steps={STEPS}", "checkpoint.every=2")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run beside its spec."""
     folder = tmp_path_factory.mktemp("finished")
-    done = warm_rlctl("train", preset("fake", folder), "--run-dir", folder / "run", *OPTIONS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finish("train", preset("fake", folder), "--run-dir", folder / "run", *OPTIONS)
     assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == list(SAVED)
     return folder
 
@@ -201,7 +200,7 @@ def test_every_reader_says_what_is_wrong_and_what_was_good_stays(finished, tmp_p
     before, steps = inventory(run), (run / "metrics.jsonl").read_bytes()
     page = write_report(run)
     assert page is None or "</html>" in page.read_text()
-    placed = ("--set", f'run.dir="{tmp_path}"', "--set", 'run.name="run"')
+    placed = settings(f'run.dir="{tmp_path}"', 'run.name="run"')
     assert main(["check-config", str(tmp_path / "fake.toml"), *placed, *OPTIONS]) == 0
     proof = {"tensors": 1, "parameters": 1, "greedy_tokens": 1, "values": 0, "undecided_tokens": 0, "loaded": "memory"}
     monkeypatch.setattr(export, "_run", lambda *args: proof)

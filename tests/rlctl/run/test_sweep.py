@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import metrics, preset, start, steps_done, wait_for, warm_rlctl, workers_of
+from running import finish, metrics, preset, settings, start, steps_done, wait_for, warm_rlctl, workers_of
 
 from rlctl.run.run_lock import owner_of
 from rlctl.run.sweep import expand, plan, split_values, sweep
@@ -86,12 +86,10 @@ def test_the_same_call_goes_on_where_it_was(
 ) -> None:
     """One step of each; then two of each, resumed; then nothing is left to do; then another spec is refused."""
     folder = tmp_path / "out"
-    call = ("sweep", spec, "--set", "run.seed=0,1", "--set", "actor.optimizer.lr=1e-3", "--dir", folder, "--jobs", "2")
-    one = warm_rlctl(*call, "--set", "run.steps=1")
-    assert one.returncode == 0, one.stdout + one.stderr
+    call = ("sweep", spec, *settings("run.seed=0,1", "actor.optimizer.lr=1e-3"), "--dir", folder, "--jobs", "2")
+    one = finish(*call, "--set", "run.steps=1")
     assert "2 runs, 2 at a time" in one.stdout
-    two = warm_rlctl(*call, "--set", "run.steps=2")
-    assert two.returncode == 0, two.stdout + two.stderr
+    finish(*call, "--set", "run.steps=2")
     for seed in (0, 1):
         run = folder / f"seed_{seed}"
         assert [line["step"] for line in metrics(run) if line["step"]] == [1, 2]
@@ -123,9 +121,9 @@ def test_the_same_call_goes_on_where_it_was(
     assert sweep(spec, ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=2"], folder, 2, dry_run=False) == 0
     assert "2 runs, 2 of them done before" in capsys.readouterr().out
     assert not (folder / "seed_0" / "logs" / "attempt_3").exists()
-    settings = ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=2", "algorithm.group_size=2"]
+    other = ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=2", "algorithm.group_size=2"]
     with pytest.raises(UsageError, match=r"holds a run of another spec: algorithm\.group_size"):
-        sweep(spec, settings, folder, jobs=2, dry_run=False)
+        sweep(spec, other, folder, jobs=2, dry_run=False)
 
 
 def test_a_run_that_fails_says_why_and_the_others_are_run(spec: Path, tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ def test_a_run_that_fails_says_why_and_the_others_are_run(spec: Path, tmp_path: 
 
 def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -> None:
     runs = [tmp_path / "out" / f"seed_{seed}" for seed in (0, 1)]
-    forever = ("--set", "run.steps=100000", "--set", "checkpoint.every=90000")
+    forever = settings("run.steps=100000", "checkpoint.every=90000")
     process = start("sweep", spec, "--dir", tmp_path / "out", "--set", "run.seed=0,1", *forever, "--jobs", "2")
     try:
         wait_for(lambda: all(steps_done(run) > 1 for run in runs), 90, "two steps of each")
@@ -155,7 +153,7 @@ def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -
 
 def test_a_sweep_that_is_killed_takes_its_runs_with_it(spec: Path, tmp_path: Path) -> None:
     run = tmp_path / "out" / "seed_0"
-    forever = ("--set", "run.steps=100000", "--set", "checkpoint.every=90000")
+    forever = settings("run.steps=100000", "checkpoint.every=90000")
     process = start("sweep", spec, "--dir", tmp_path / "out", "--set", "run.seed=0,1", *forever)
     try:
         wait_for(lambda: steps_done(run) > 1, 90, "two steps")

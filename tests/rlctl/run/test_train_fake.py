@@ -9,13 +9,27 @@ import signal
 
 import psutil
 import pytest
-from running import REPO, metrics, preset, rlctl, start, steps_done, trajectory, wait_for, warm_rlctl, workers_of
+from running import (
+    REPO,
+    finish,
+    metrics,
+    preset,
+    rlctl,
+    settings,
+    start,
+    steps_done,
+    trained,
+    trajectory,
+    wait_for,
+    warm_rlctl,
+    workers_of,
+)
 from tracker_packages.told import told
 from warm import PATCHES
 
 from rlctl.show.journal import read_journal
 
-FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=2")
+FOREVER = settings("run.steps=100000", "checkpoint.every=2")
 
 
 @pytest.fixture
@@ -32,8 +46,7 @@ def nothing_left(run_dir, timeout_s=60):
 
 def evaluated_alone(run, folder):
     """`rlctl eval` of a checkpoint says what the run said after that step, to the bit."""
-    done = rlctl("eval", run, "--step", "2", "--out", folder / "alone", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish("eval", run, "--step", "2", "--out", folder / "alone", "--json")
     more = rlctl("eval", run, "--set", "eval.prompts=5", "--out", folder / "more")
     assert (more.returncode, "but the run trained on all but 4" in more.stderr) == (2, True), "rows it has learned"
     assert f"weights of {run / 'checkpoints' / 'step_000002'}" in done.stderr.replace("\n", "")
@@ -54,10 +67,9 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     run = tmp_path / "run"
     (tmp_path / "other.jsonl").write_text('{"prompt": "4231", "answer": "1234"}\n' * 3)
     sets = '{name="mine"}, {name="drawn", data="other.jsonl", prompts=3, samples_per_prompt=4, temperature=0.9}'
-    evaluated = ("--set", f"eval={{every=2, prompts=4, pass_score=0.05, sets=[{sets}]}}")
-    done = rlctl("train", spec, "--run-dir", run, "--set", "run.steps=4", "--set", "checkpoint.every=2", *evaluated)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    evaluated = settings(f"eval={{every=2, prompts=4, pass_score=0.05, sets=[{sets}]}}")
+    finish("train", spec, "--run-dir", run, *settings("run.steps=4", "checkpoint.every=2"), *evaluated)
+    lines = trained(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval/mine/reward_mean" in line] == [2, 4]
     wanted = """reward/mean reward/std actor/loss actor/grad_norm actor/entropy actor/kl actor/clip_fraction
@@ -102,10 +114,9 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
 def test_the_fake_policy_learns(spec, tmp_path):
     """To write a 7: within a bigram model's reach."""
     run = tmp_path / "run"
-    task = ("--set", 'reward.terms=[{kind="regex", pattern="7"}]', "--set", "actor.optimizer.lr=0.3")
-    done = warm_rlctl("train", spec, "--run-dir", run, *task, "--set", "run.steps=25")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rewards = [line["reward/mean"] for line in metrics(run) if line["step"] > 0]
+    task = settings('reward.terms=[{kind="regex", pattern="7"}]', "actor.optimizer.lr=0.3")
+    finish("train", spec, "--run-dir", run, *task, "--set", "run.steps=25")
+    rewards = [line["reward/mean"] for line in trained(run)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
 
 
@@ -113,11 +124,11 @@ def test_the_fake_policy_learns(spec, tmp_path):
 
 
 def test_six_steps_are_three_and_three(spec, tmp_path):
-    options = ("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "algorithm.mini_batches_per_step=2")
+    options = settings("run.steps=6", "checkpoint.every=3", "algorithm.mini_batches_per_step=2")
     steered = ("kl_coef=0.3", 'kl_in="reward"', "kl_target=1e-4", "kl_horizon=64")  # its weight is part of a checkpoint
-    options += tuple(word for key in steered for word in ("--set", f"algorithm.{key}"))
+    options += settings(*(f"algorithm.{key}" for key in steered))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    tracked = ("--set", 'tracking=[{kind="wandb", project="p", samples_every=3}, {kind="tensorboard"}]')
+    tracked = settings('tracking=[{kind="wandb", project="p", samples_every=3}, {kind="tensorboard"}]')
     support = REPO / "tests" / "support"
     env = {"PYTHONPATH": f"{REPO}:{support}:{support / 'tracker_packages'}", "TRACKERS_TOLD": str(tmp_path / "told")}
     assert warm_rlctl("train", spec, "--run-dir", whole, *options).returncode == 0
@@ -129,8 +140,7 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     (halves / "logs" / "attempt_backup").mkdir()
     with (halves / "samples.jsonl").open("ab") as samples:
         samples.write(b'{"step": 6, "prompt": "\xc3')
-    again = warm_rlctl("train", spec, "--run-dir", halves, *options, *tracked, "--resume", **env)
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = finish("train", spec, "--run-dir", halves, *options, *tracked, "--resume", **env)
     logged = [call["data"] for call in told(tmp_path / "told", "wandb.log")]
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     assert [line["step"] for line in logged if "samples" in line] == [1, 3, 6, 6]
@@ -156,7 +166,7 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
 def running(request, spec, tmp_path):
     """A long run in its third step or later. Its parameter: seconds of silence that end it."""
     run, silence_s = tmp_path / "run", getattr(request, "param", 60)
-    strict = ("--set", f"run.heartbeat_timeout_s={silence_s}", "--set", "rollout.max_restarts=0")
+    strict = settings(f"run.heartbeat_timeout_s={silence_s}", "rollout.max_restarts=0")
     driver = start("train", spec, "--run-dir", run, *FOREVER, *strict)
     try:
         wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 120, "the third step")
@@ -214,8 +224,7 @@ def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec
     done = steps_done(run)
     newest = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
     assert newest == done
-    again = rlctl("train", spec, "--run-dir", run, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 2}")
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = finish("train", spec, "--run-dir", run, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 2}")
     assert [line["step"] for line in metrics(run) if line["step"] > 0] == list(range(1, done + 3))
     assert "step 0/" not in again.stdout, "it begins where it was"
 
@@ -233,8 +242,7 @@ def test_a_directory_in_use_is_refused_and_the_move_of_one_ends_its_run(running,
     assert not run.exists()
     nothing_left(moved)
     done = steps_done(moved)
-    again = rlctl("train", spec, "--run-dir", moved, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 1}")
-    assert again.returncode == 0, again.stdout + again.stderr
+    finish("train", spec, "--run-dir", moved, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 1}")
     assert [line["step"] for line in metrics(moved)] == list(range(1, done + 2))
 
 
@@ -269,7 +277,7 @@ def test_a_faulty_engine_ends_the_run_and_is_quoted(spec, tmp_path, role, code, 
     plot, run = tmp_path / "plot", tmp_path / "run"
     plot.mkdir()
     (plot / "sitecustomize.py").write_text(PATCHES + code)
-    env = ("--set", f'{role}.env.PYTHONPATH="{plot}"')
+    env = settings(f'{role}.env.PYTHONPATH="{plot}"')
     done = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", *env)
     assert done.returncode == 1, done.stdout + done.stderr
     assert all(told in done.stderr.replace("\n", " ") for told in words), done.stderr

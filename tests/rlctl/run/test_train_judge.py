@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from judge_server import Asked, JudgeServer, judge_server, says, status
-from running import metrics, preset, warm_rlctl
+from running import finish, preset, settings, trained, warm_rlctl
 
 KEY = "sk-of-this-run"
 
@@ -29,20 +29,10 @@ def terms(server: JudgeServer) -> str:
 
 def run(folder: Path, server: JudgeServer, steps: int, *more: str) -> list[dict[str, Any]]:
     spec = preset("fake", folder)
-    sets = (
-        "--set",
-        "algorithm.dynamic_sampling=true",
-        "--set",
-        terms(server),
-        "--set",
-        f"run.steps={steps}",
-        "--set",
-        "checkpoint.every=1",
-    )
-    done = warm_rlctl("train", spec, "--run-dir", folder / "run", *sets, *more, JUDGE_KEY=KEY)
-    assert done.returncode == 0, done.stdout + done.stderr
+    sets = settings("algorithm.dynamic_sampling=true", terms(server), f"run.steps={steps}", "checkpoint.every=1")
+    done = finish("train", spec, "--run-dir", folder / "run", *sets, *more, JUDGE_KEY=KEY)
     assert KEY not in done.stdout + done.stderr
-    return [line for line in metrics(folder / "run") if line["step"] > 0]
+    return trained(folder / "run")
 
 
 def test_a_judge_beside_another_term(tmp_path: Path) -> None:

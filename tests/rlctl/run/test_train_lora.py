@@ -6,25 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from running import metrics, preset, warm_python
-from running import warm_rlctl as rlctl
+from running import finish, preset, settings, trained, warm_python
 
 pytestmark = pytest.mark.slow
 
 LORA = (
-    *("--set", "run.steps=3", "--set", "checkpoint.every=3", "--set", "data.prompts_per_step=8"),
-    *("--set", "algorithm.group_size=4", "--set", "algorithm.mini_batches_per_step=2"),
-    *(
-        "--set",
-        "algorithm.kl_coef=0.01",
-        "--set",
-        'algorithm.kl_in="reward"',
-        "--set",
-        "eval.every=3",
-        "--set",
-        "eval.prompts=8",
-    ),
-    *("--set", "model.from_scratch=false", "--set", "actor.lora.rank=8"),
+    *settings("run.steps=3", "checkpoint.every=3", "data.prompts_per_step=8", "eval.every=3", "eval.prompts=8"),
+    *settings("algorithm.group_size=4", "algorithm.mini_batches_per_step=2", "algorithm.kl_coef=0.01"),
+    *settings('algorithm.kl_in="reward"', "model.from_scratch=false", "actor.lora.rank=8"),
 )
 
 
@@ -33,9 +22,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, repo_root: Path):
     folder = tmp_path_factory.mktemp("lora")
     warm_python(repo_root / "scripts" / "tiny_model.py", folder / "model", "--kind", "digits", "--weights", "7")
     spec = preset("quickstart", folder)
-    model = ("--set", f'model.path="{folder / "model"}"')
-    done = rlctl("train", spec, "--run-dir", folder / "run", *LORA, *model)
-    assert done.returncode == 0, done.stdout + done.stderr
+    model = settings(f'model.path="{folder / "model"}"')
+    finish("train", spec, "--run-dir", folder / "run", *LORA, *model)
     return spec, folder / "run", model
 
 
@@ -45,7 +33,7 @@ def test_the_reference_is_the_actor_without_adapters(finished):
     assert "ref" not in built
     assert 0 < built["actor"][0]["model"]["trainable_parameters"] < built["actor"][0]["model"]["parameters"]
     assert built["rollout"][0]["model"]["parameters"] == built["actor"][0]["model"]["parameters"]
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    lines = trained(run)
     assert 0 <= lines[0]["actor/kl"] < lines[-1]["actor/kl"], "the reference must stay where the actor began"
     assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in lines), "the sampler has other weights"
 
@@ -53,8 +41,7 @@ def test_the_reference_is_the_actor_without_adapters(finished):
 @pytest.mark.parametrize("only", [False, True], ids=["merged", "adapter-only"])
 def test_exports_are_proven(finished, tmp_path, only):
     _, run, _ = finished
-    done = rlctl("export-checkpoint", run, tmp_path / "out", "--dtype", "fp32", *(["--adapter-only"] if only else []))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish("export-checkpoint", run, tmp_path / "out", "--dtype", "fp32", *(["--adapter-only"] if only else []))
     assert ("loads in peft" if only else "loads in transformers") in done.stdout
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file() == only
     assert (tmp_path / "out" / "model.safetensors").is_file() != only

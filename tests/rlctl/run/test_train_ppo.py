@@ -6,28 +6,25 @@ import json
 import shutil
 
 import pytest
-from running import metrics, preset, warm_rlctl
+from running import finish, metrics, preset, settings, trained
 
-PPO = ("--set", "algorithm.kind=ppo", "--set", "algorithm.mini_batches_per_step=2")
+PPO = settings("algorithm.kind=ppo", "algorithm.mini_batches_per_step=2")
 FOUR = (
     *PPO,
-    *("--set", "run.steps=4", "--set", "checkpoint.every=1", "--set", "checkpoint.keep=9"),
-    *("--set", "algorithm.critic_warmup_steps=2", "--set", "algorithm.value_clip=0.2"),
-    *("--set", "algorithm.kl_coef=0.1", "--set", 'critic={engine={kind="fake"}, optimizer={lr=0.1}}'),
+    *settings("run.steps=4", "checkpoint.every=1", "checkpoint.keep=9", "algorithm.critic_warmup_steps=2"),
+    *settings("algorithm.value_clip=0.2", "algorithm.kl_coef=0.1"),
+    *settings('critic={engine={kind="fake"}, optimizer={lr=0.1}}'),
 )
 
 
-def trained(spec, run, *options):
-    done = warm_rlctl("train", spec, "--run-dir", run, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+def train(spec, run, *options):
+    return finish("train", spec, "--run-dir", run, *options)
 
 
 def learned(run):
     """Return what must repeat bit for bit."""
     prefixes = ("critic/", "actor/", "reward/mean", "rollout/logprob_gap")
-    lines = [line for line in metrics(run) if line["step"] > 0]
-    return [{key: value for key, value in line.items() if key.startswith(prefixes)} for line in lines]
+    return [{key: value for key, value in line.items() if key.startswith(prefixes)} for line in trained(run)]
 
 
 def saved(run, step):
@@ -41,7 +38,7 @@ def four(tmp_path_factory):
     """Four steps of the fake engines, with a reference; in the first two the critic learns alone."""
     folder = tmp_path_factory.mktemp("ppo")
     spec = preset("fake", folder)
-    trained(spec, folder / "run", *FOUR)
+    train(spec, folder / "run", *FOUR)
     return spec, folder / "run"
 
 
@@ -52,7 +49,7 @@ def test_four_steps_are_two_and_two(four, tmp_path):
     shutil.copytree(run, copy)
     for step in (3, 4):
         shutil.rmtree(copy / "checkpoints" / f"step_{step:06d}")
-    assert "step_000002" in trained(spec, copy, *FOUR, "--resume", "--set", 'run.colocate="always"').stdout
+    assert "step_000002" in train(spec, copy, *FOUR, "--resume", "--set", 'run.colocate="always"').stdout
     assert learned(copy) == learned(run)
     assert {"mem/critic_offloaded_GiB", "mem/critic_onloaded_GiB", "mem/actor_onloaded_GiB"} <= metrics(copy)[-1].keys()
     assert len(learned(copy)) == 4
@@ -63,7 +60,7 @@ def test_four_steps_are_two_and_two(four, tmp_path):
 def test_the_critic_learns_alone_first(four):
     """The actor stays as it is to the bit, and nothing is sent where nothing is new."""
     _, run = four
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    lines = trained(run)
     assert ["actor/loss" in line for line in lines] == [False, False, True, True]
     assert ["sync/verified" in line for line in lines] == [False, False, True, True]
     assert all("critic/loss" in line and line["critic/grad_norm"] > 0 for line in lines)
@@ -75,8 +72,8 @@ def test_the_critic_learns_alone_first(four):
 
 def test_running_ahead_counts_no_age_while_the_actor_stands_still(four, tmp_path):
     spec, _ = four
-    trained(spec, tmp_path / "run", *FOUR, "--set", "rollout.max_staleness=1", "--set", "run.steps=6")
-    lines = [line for line in metrics(tmp_path / "run") if line["step"] > 0]
+    train(spec, tmp_path / "run", *FOUR, *settings("rollout.max_staleness=1", "run.steps=6"))
+    lines = trained(tmp_path / "run")
     assert [line["rollout/staleness_max"] for line in lines] == [0, 0, 0, 1, 1, 1]
     assert all(line["rollout/dropped_stale"] == 0 for line in lines)
 
@@ -84,10 +81,10 @@ def test_running_ahead_counts_no_age_while_the_actor_stands_still(four, tmp_path
 def test_it_learns_without_groups(tmp_path):
     """To write a 7, from one completion per prompt; the critic explains more and more of what comes."""
     spec, run = preset("fake", tmp_path), tmp_path / "run"
-    task = ("--set", 'reward.terms=[{kind="regex", pattern="7"}]', "--set", "actor.optimizer.lr=0.3")
-    trained(spec, run, *PPO, *task, "--set", "run.steps=25", "--set", "data.prompts_per_step=32",
-            "--set", "algorithm.group_size=1")  # fmt: skip
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    task = settings('reward.terms=[{kind="regex", pattern="7"}]', "actor.optimizer.lr=0.3")
+    train(spec, run, *PPO, *task, *settings("run.steps=25", "data.prompts_per_step=32"),
+          "--set", "algorithm.group_size=1")  # fmt: skip
+    lines = trained(run)
     rewards = [line["reward/mean"] for line in lines]
     assert rewards[0] < 0.5
     assert sum(rewards[-5:]) / 5 > 0.95
@@ -102,16 +99,15 @@ def test_a_critic_is_exported_and_another_starts_from_it(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     spec, run, out = preset("quickstart", tmp_path), tmp_path / "run", tmp_path / "critic"
-    small = (*PPO, "--set", "run.steps=2", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=2",
-             "--set", "eval.prompts=8", "--set", "checkpoint.every=2")  # fmt: skip
-    trained(spec, run, *small, "--set", 'run.colocate="always"')
-    done = warm_rlctl("export-checkpoint", run, out, "--role", "critic", "--dtype", "fp32")
-    assert done.returncode == 0, done.stdout + done.stderr
+    small = (*PPO, *settings("run.steps=2", "data.prompts_per_step=4", "algorithm.group_size=2"),
+             *settings("eval.prompts=8", "checkpoint.every=2"))  # fmt: skip
+    train(spec, run, *small, "--set", 'run.colocate="always"')
+    done = finish("export-checkpoint", run, out, "--role", "critic", "--dtype", "fp32")
     assert "values the same" in " ".join(done.stdout.split())
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.num_labels == 1
     assert model.score.weight.abs().max() > 0
-    trained(spec, tmp_path / "next", *small, "--set", "run.steps=1", "--set", f'critic.model="{out}"')
+    train(spec, tmp_path / "next", *small, *settings("run.steps=1", f'critic.model="{out}"'))
     before = json.loads((run / "as_built.json").read_text())["critic"][0]["model"]
     after = json.loads((tmp_path / "next" / "as_built.json").read_text())["critic"][0]["model"]
     assert (before["new_head"], after["new_head"]) == (True, False)

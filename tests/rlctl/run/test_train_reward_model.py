@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from running import metrics, preset, warm_rlctl
+from running import finish, preset, settings, trained
 from tiny_reward_model import own_score, write_reward_model
 
 MEGATRON = Path(
@@ -36,9 +36,8 @@ def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
     section = f'reward_model={{model="{model}", max_sequence_tokens=96, micro_batch_tokens=256{engine}}}'
     two = 'eval={every=2, prompts=4, sets=[{name="heldout"}, {name="own", data="own.jsonl"}]}'
     lines = (*SMALL.splitlines(), two, section, 'run.colocate="always"')
-    sets = [part for line in lines for part in ("--set", line)]
-    done = warm_rlctl("train", spec, "--run-dir", run, *sets)
-    assert done.returncode == 0, done.stdout + done.stderr
+    sets = settings(*lines)
+    finish("train", spec, "--run-dir", run, *sets)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) >= 4
     for sample in samples:
@@ -46,7 +45,7 @@ def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
         assert score == pytest.approx(own_score(model, sample["prompt"], sample["completion"]), abs=1e-5)
         assert sample["scored"]
         assert sample["reward"] == pytest.approx(0.5 * score + 2 * exact, abs=1e-5)
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    lines = trained(run)
     for line in lines:
         assert line["reward/mean"] == pytest.approx(0.5 * line["reward/term_0"] + 2 * line["reward/term_1"], abs=1e-5)
         assert line["reward/model_tokens"] > 0

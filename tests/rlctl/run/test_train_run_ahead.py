@@ -8,22 +8,19 @@ import signal
 from pathlib import Path
 
 import pytest
-from running import metrics, preset, start, steps_done, trajectory, wait_for, workers_of
-from running import warm_rlctl as rlctl
+from running import finish, metrics, preset, settings, start, steps_done, trained, trajectory, wait_for, workers_of
 
 pytestmark = pytest.mark.slow
 
 SAMPLES = 8 * 4  # of a step: the preset `fake` has 8 prompts × 4 completions
 SIX = (
-    *("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "algorithm.mini_batches_per_step=2"),
-    *("--set", "eval.every=2", "--set", "eval.prompts=8"),
+    *settings("run.steps=6", "checkpoint.every=3", "algorithm.mini_batches_per_step=2"),
+    *settings("eval.every=2", "eval.prompts=8"),
 )
 
 
 def train(spec: Path, run: Path, *options: str) -> str:
-    done = rlctl("train", spec, "--run-dir", run, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return finish("train", spec, "--run-dir", run, *options).stdout
 
 
 def drop_last_checkpoint(run: Path, copy: Path) -> Path:
@@ -47,7 +44,7 @@ def test_six_steps_are_three_and_three_and_too_old_is_dropped(tmp_path: Path) ->
     spec = preset("fake", tmp_path)
     options = (*SIX, "--set", "rollout.max_staleness=2")
     assert "are dropped" not in train(spec, tmp_path / "whole", *options)
-    lines = [line for line in metrics(tmp_path / "whole") if line["step"] > 0]
+    lines = trained(tmp_path / "whole")
     assert [line["rollout/staleness_max"] for line in lines] == [0, 1, 2, 1, 2, 1]
     assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 2, 1, 2, 1]
     assert all(line["rollout/dropped_stale"] == 0 for line in lines)
@@ -69,8 +66,8 @@ def test_six_steps_are_three_and_three_and_too_old_is_dropped(tmp_path: Path) ->
 
 def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
     spec, run = preset("fake", tmp_path), tmp_path / "run"
-    one = ("--set", "rollout.max_staleness=1")
-    driver = start("train", spec, "--run-dir", run, *one, "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
+    one = settings("rollout.max_staleness=1")
+    driver = start("train", spec, "--run-dir", run, *one, *settings("run.steps=100000", "checkpoint.every=9999"))
     try:
         wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 150, "the third step")
         driver.send_signal(signal.SIGINT)
@@ -91,7 +88,7 @@ def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
 def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
     """A sampler comes back and the run goes on; the actor's end is the run's, and it is named."""
     spec, run = preset("fake", tmp_path), tmp_path / "run"
-    one = ("--set", "rollout.max_staleness=1", "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
+    one = settings("rollout.max_staleness=1", "run.steps=100000", "checkpoint.every=9999")
     driver = start("train", spec, "--run-dir", run, *one)
     try:
         wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 150, "the third step")
@@ -116,10 +113,10 @@ def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
 
 def test_the_real_engines_overlap_and_resume_to_the_bit(tmp_path: Path) -> None:
     spec, run = preset("quickstart", tmp_path), tmp_path / "run"
-    small = ("--set", "data.prompts_per_step=8", "--set", "algorithm.group_size=4")
+    small = settings("data.prompts_per_step=8", "algorithm.group_size=4")
     options = (*SIX, *small, "--set", "rollout.max_staleness=1")
     train(spec, run, *options)
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    lines = trained(run)
     assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 1, 1, 1, 1]
     assert all(line["sync/verified"] is True for line in lines if "sync/verified" in line)
     assert [line["step"] for line in lines if "sync/verified" in line] == [1, 2, 3, 4, 6]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from running import metrics, preset, trajectory, warm_rlctl
+from running import finish, metrics, preset, settings, trajectory, warm_rlctl
 from warm import PATCHES
 
-SHARED = ("--set", 'run.colocate="always"')
+SHARED = settings('run.colocate="always"')
 
 WAKES_AS_ANOTHER = """
 import backends.fake.fake_rollout as m
@@ -32,9 +32,8 @@ def test_weights_that_a_sync_will_bring_are_dropped(tmp_path):
     spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
     plot.mkdir()
     (plot / "sitecustomize.py").write_text(PATCHES + SAYS_HOW_DEEP)
-    options = ("--set", f'rollout.env.PYTHONPATH="{plot}"', "--set", "run.steps=2", "--set", "checkpoint.every=1")
-    done = warm_rlctl("train", spec, "--run-dir", run, *SHARED, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = settings(f'rollout.env.PYTHONPATH="{plot}"', "run.steps=2", "checkpoint.every=1")
+    finish("train", spec, "--run-dir", run, *SHARED, *options)
     log = (run / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text().splitlines()
     said = [line for line in log if line.startswith("asleep")]
     assert len(said) >= 3, "after the build, and before each of two updates"
@@ -44,11 +43,10 @@ def test_weights_that_a_sync_will_bring_are_dropped(tmp_path):
 def test_replicas_turns_checkpoints_and_evaluations_change_nothing(tmp_path):
     """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples."""
     spec = preset("fake", tmp_path)
-    common = ("--set", "run.steps=4", "--set", "checkpoint.every=1")
-    evaluated = ("--set", "eval={every=2, prompts=8}")
+    common = settings("run.steps=4", "checkpoint.every=1")
+    evaluated = settings("eval={every=2, prompts=8}")
     for name, extra in {"apart": (), "turns": (*SHARED, "--set", "rollout.processes=3")}.items():
-        done = warm_rlctl("train", spec, "--run-dir", tmp_path / name, *common, *evaluated, *extra)
-        assert done.returncode == 0, done.stdout + done.stderr
+        finish("train", spec, "--run-dir", tmp_path / name, *common, *evaluated, *extra)
     assert trajectory(tmp_path / "turns") == trajectory(tmp_path / "apart")
     moves = [f"mem/actor_{what}_GiB" for what in ("before_offload", "offloaded", "before_onload", "onloaded")]
     for turns, apart in zip(metrics(tmp_path / "turns"), metrics(tmp_path / "apart"), strict=True):

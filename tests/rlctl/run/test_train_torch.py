@@ -8,22 +8,13 @@ import shutil
 import pytest
 import running
 from hub_pushed import pushed_hub, variables
-from running import metrics, preset, trajectory, warm_python
-from running import warm_rlctl as rlctl
+from running import finish, metrics, preset, settings, trained, trajectory, warm_python, warm_rlctl
 
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    *("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "data.prompts_per_step=8"),
-    *(
-        "--set",
-        "algorithm.group_size=4",
-        "--set",
-        "algorithm.mini_batches_per_step=2",
-        "--set",
-        "algorithm.kl_coef=0.01",
-    ),
-    *("--set", "eval.every=3", "--set", "eval.prompts=8"),
+    *settings("run.steps=6", "checkpoint.every=3", "data.prompts_per_step=8", "eval.every=3", "eval.prompts=8"),
+    *settings("algorithm.group_size=4", "algorithm.mini_batches_per_step=2", "algorithm.kl_coef=0.01"),
 )
 
 
@@ -39,7 +30,7 @@ def finished(tmp_path_factory):
 
 def test_metrics(finished):
     _, run, _ = finished
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    lines = trained(run)
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in lines), "sampler and trainer disagree"
     assert all(line["sync/verified"] is True and line["sync/probe_gap"] < 1e-4 for line in lines)
@@ -64,8 +55,7 @@ def test_resume_is_exact_where_the_roles_take_turns_too(finished, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "step_000006")
-    again = rlctl("train", spec, "--run-dir", copy, *SMALL, "--resume", "--set", "run.colocate=always")
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = finish("train", spec, "--run-dir", copy, *SMALL, "--resume", "--set", "run.colocate=always")
     assert "step_000003" in again.stdout
     assert trajectory(copy) == trajectory(run)
     for line in metrics(copy)[-3:]:
@@ -78,14 +68,15 @@ def test_two_ranks_that_share_samples_train_the_same(finished, tmp_path):
     """All that a step says of learning and sampling, counts too, is what one rank says; the reference has one rank."""
     spec, run, _ = finished
     shared = ("actor.processes=2", "actor.launcher=torchrun", "actor.sequence_parallel=2", "ref={}", "run.steps=2")
-    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *(word for s in shared for word in ("--set", s)))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish(
+        "train", spec, "--run-dir", tmp_path / "run", *SMALL, *(word for s in shared for word in ("--set", s))
+    )
     assert "sequence 2" in done.stdout
     built = json.loads((tmp_path / "run" / "as_built.json").read_text())
     assert [rank["model"]["mesh"] for rank in built["actor"]] == [{"sequence": 2}] * 2
     assert [rank["model"]["mesh"] for rank in built["ref"]] == [{}]
     one = [line for line in metrics(run) if 0 < line["step"] <= 2]
-    two = [line for line in metrics(tmp_path / "run") if line["step"] > 0]
+    two = trained(tmp_path / "run")
     for a, b in zip(one, two, strict=True):
         told = [key for key in a if not key.startswith(("time/", "mem/", "perf/", "sync/", "eval/"))]
         assert len(told) > 20
@@ -117,9 +108,8 @@ def test_export_loads_and_generates(finished, tmp_path):
 
 def evaluated(model, spec, last, folder):
     """`rlctl eval` of the exported model says what the run's last evaluation said."""
-    asked = ("--set", "eval.prompts=8", "--set", "algorithm.kl_coef=0.01", "--out", folder / "alone")
-    done = rlctl("eval", model, spec, *asked)
-    assert done.returncode == 0, done.stdout + done.stderr
+    asked = (*settings("eval.prompts=8", "algorithm.kl_coef=0.01"), "--out", folder / "alone")
+    done = finish("eval", model, spec, *asked)
     for said in ("prompts × samples", "8 × 1", "mean reward", "term 0, exact_match", "eval heldout  8/8 completions"):
         assert said in done.stdout
     (line,) = metrics(folder / "alone")
@@ -130,13 +120,12 @@ def evaluated(model, spec, last, folder):
 
 def test_export_of_an_older_step(finished, tmp_path):
     _, run, _ = finished
-    done = rlctl("export-checkpoint", run, tmp_path / "out", "--step", "3", "--dtype", "bf16")
-    assert done.returncode == 0, done.stderr
+    finish("export-checkpoint", run, tmp_path / "out", "--step", "3", "--dtype", "bf16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    missing = rlctl("export-checkpoint", run, tmp_path / "other", "--step", "4")
+    missing = warm_rlctl("export-checkpoint", run, tmp_path / "other", "--step", "4")
     assert missing.returncode == 2
     assert "no checkpoint of step 4" in missing.stderr
-    again = rlctl("export-checkpoint", run, tmp_path / "out")
+    again = warm_rlctl("export-checkpoint", run, tmp_path / "out")
     assert (again.returncode, "already exists" in again.stderr) == (2, True)
 
 
@@ -156,7 +145,7 @@ def test_a_failing_proof_leaves_nothing_behind(finished, tmp_path):
     file = path / "actor" / "greedy_proof.json"
     manifest["files"]["actor/greedy_proof.json"] = mark(file)
     (path / "manifest.json").write_text(json.dumps(manifest))
-    done = rlctl("export-checkpoint", copy, tmp_path / "out")
+    done = warm_rlctl("export-checkpoint", copy, tmp_path / "out")
     assert done.returncode == 1
     assert "greedy token 0 differs" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
@@ -167,9 +156,8 @@ def test_another_larger_reference(finished, tmp_path, repo_root):
     spec, run, _ = finished
     larger = ("--kind", "digits", "--hidden", "192", "--layers", "3", "--intermediate", "384", "--weights", "7")
     warm_python(repo_root / "scripts" / "tiny_model.py", tmp_path / "larger", *larger)
-    reference = ("--set", f'ref.model="{tmp_path / "larger"}"', "--set", "run.steps=3")
-    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *reference)
-    assert done.returncode == 0, done.stdout + done.stderr
+    reference = settings(f'ref.model="{tmp_path / "larger"}"', "run.steps=3")
+    finish("train", spec, "--run-dir", tmp_path / "run", *SMALL, *reference)
     built = json.loads((tmp_path / "run" / "as_built.json").read_text())
     assert built["ref"][0]["model"]["hidden_size"] == 192
     assert built["ref"][0]["model"]["path"] == str(tmp_path / "larger")

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import crashing
 import pytest
-from running import metrics, preset, warm_python
-from running import warm_rlctl as rlctl
+from running import finish, metrics, preset, settings, trained, warm_python
 
 VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
 MEGATRON = Path(
@@ -46,15 +45,14 @@ SMALL = {
 
 def train(folder: Path, *options: str, **more: object) -> Path:
     """Four small steps of the preset; the run directory."""
-    settings = {**SMALL, **{key.replace("__", "."): value for key, value in more.items()}}
-    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    done = rlctl("train", preset("vllm-cpu", folder), "--run-dir", folder / "run", *chosen, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    values = {**SMALL, **{key.replace("__", "."): value for key, value in more.items()}}
+    chosen = settings(*(f"{key}={value}" for key, value in values.items()))
+    finish("train", preset("vllm-cpu", folder), "--run-dir", folder / "run", *chosen, *options)
     return folder / "run"
 
 
 def steps(run: Path) -> list[dict]:
-    return [line for line in metrics(run) if line["step"] > 0]
+    return trained(run)
 
 
 @pytest.fixture(scope="module")

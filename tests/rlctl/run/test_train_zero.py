@@ -6,8 +6,7 @@ import json
 
 import pytest
 import running
-from running import metrics, preset
-from running import warm_rlctl as rlctl
+from running import finish, preset, settings, trained
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +24,7 @@ SMALL = {
     "eval.every": 4,
     "eval.prompts": 8,
 }
-SETTINGS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
+SETTINGS = settings(*(f"{key}={value}" for key, value in SMALL.items()))
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +39,13 @@ def finished(tmp_path_factory):
 def test_it_trains_what_ddp_trains(finished, tmp_path):
     """Sampler and trainer agree, and so do the two engines, until differences of rounding sample another token."""
     _, run = finished
-    lines = [line for line in metrics(run) if line["step"] > 0]
+    lines = trained(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["rollout/logprob_gap_max"] < 1e-4 and line["sync/verified"] is True for line in lines)
     assert lines[0]["actor/kl"] < lines[-1]["actor/kl"], "the reference must stay where the actor began"
     plain = preset("quickstart", tmp_path)
-    done = rlctl("train", plain, "--run-dir", tmp_path / "run", *SETTINGS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    plain_lines = [line for line in metrics(tmp_path / "run") if line["step"] > 0]
+    finish("train", plain, "--run-dir", tmp_path / "run", *SETTINGS)
+    plain_lines = trained(tmp_path / "run")
     for ours, theirs in zip(lines[:2], plain_lines[:2], strict=True):
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
@@ -65,8 +63,7 @@ def test_actor_and_reference_are_cut_and_start_alike(finished):
 
 def test_dry_run_shows_what_deepspeed_is_told(finished):
     spec, _ = finished
-    done = rlctl("train", spec, "--dry-run", "--set", "actor.optimizer.max_grad_norm=0.5")
-    assert done.returncode == 0, done.stderr
+    done = finish("train", spec, "--dry-run", "--set", "actor.optimizer.max_grad_norm=0.5")
     actor = done.stdout.partition("[actor]")[2].partition("  deepspeed\n")[2].partition("\n\n")[0]
     told = json.loads(actor)
     assert (told["gradient_clipping"], told["zero_optimization"]["stage"]) == (0.5, 3)
