@@ -46,20 +46,20 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        5_580,
+        5_510,
         5_500,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (4_160, 3_800, ("specs/schema",)),
+    "schema": (4_110, 3_800, ("specs/schema",)),
     "memory": (1_100, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_200, 4_200, ("rlctl/processes", "workers/*.py")),
-    "show": (2_362, 1_700, ("rlctl/show",)),
-    "run": (2_820, 2_200, ("rlctl/run",)),
+    "show": (2_270, 1_700, ("rlctl/show",)),
+    "run": (2_740, 2_200, ("rlctl/run",)),
     "grading": (1_540, 1_400, ("workers/grading",)),
-    "engines, packing, weights": (15_500, 13_500, ("backends",)),
-    "four packages": (48_200, 44_000, WINGS),
-    "scripts": (2_550, 2_500, ("scripts",)),
-    "tests with their cases": (34_900, 30_000, ("tests",)),
+    "engines, packing, weights": (15_120, 13_500, ("backends",)),
+    "four packages": (47_500, 44_000, WINGS),
+    "scripts": (2_540, 2_500, ("scripts",)),
+    "tests with their cases": (34_750, 30_000, ("tests",)),
     "docs": (3_000, 3_000, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
