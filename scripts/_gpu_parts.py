@@ -1,4 +1,4 @@
-"""What scripts/prove-gpu runs: each part is a function that returns figures, in a process of its own.
+"""Parts that scripts/prove-gpu runs: each part is a function that returns figures, in a process of its own.
 
 The shapes are those of Qwen2.5 0.5B and 1.5B with random weights, in bf16. A rehearsal runs the same code with toy
 shapes on the CPU, in fp32.
@@ -165,8 +165,8 @@ SEVEN_B_GB = 15.2  # of weights in bf16
 
 
 def measure_weights(size: Size, folder: Path) -> Figures:
-    """What a sync is made of: the checksum of a device, of a matrix's columns too (a worker's part), beside a copy on
-    it; xxh3 on the host; and the way to the host, hashed there, through two pinned buffers and through none."""
+    """Time what a sync is made of: the checksum of a device, of a matrix's columns too (a worker's part), beside a copy
+    on it; xxh3 on the host; and the way to the host, hashed there, through two pinned buffers and through none."""
     import torch
 
     from backends.weights.checksum import checksum_bytes
@@ -486,7 +486,7 @@ def our_step(size: Size, folder: Path, attention: str, kernels: str = "torch") -
 
 
 def plain_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
-    """What a short script does: the stock model, full logits, AdamW on the model's own dtype. Nothing to pad here."""
+    """Do what a short script does: the stock model, full logits, AdamW on its own dtype. Nothing to pad here."""
     import numpy as np
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -111,7 +111,7 @@ def engine_step(folder, batch, micro_batch_tokens, head):
 
 
 def padded_step(folder, batch, padded_batch):
-    """What a straightforward trainer does: pad to the longest, full logits, mask the loss."""
+    """Do what a straightforward trainer does: pad to the longest, full logits, mask the loss."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

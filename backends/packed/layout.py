@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.packed.packed_attention import Reach, Scored
+from backends.packed.packed_attention import Reach, Scored, additive_mask
 from backends.packed.row_ops import Put, RowCopies, copy_rows, take_rows
 
 
@@ -75,8 +75,7 @@ class PackedLayout:
     def _mask(self, length: int, reach: Reach, like: Tensor) -> Tensor:
         """[1, 1, L, L] of 0 and -inf."""
         if (length, reach) not in self._masks:
-            hidden = _hidden(length, reach, like.device)
-            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+            mask = additive_mask(_hidden(length, reach, like.device), like.dtype)
             self._masks[length, reach] = mask[None, None]
         return self._masks[length, reach]
 

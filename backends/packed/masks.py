@@ -50,13 +50,10 @@ class PackedRows:
 
         if reach == Reach():
             return seen
-        before_T = position_T - (reach.window or 0)
-        first_T = position_T - position_T % (reach.chunk or 1)
+        first_T = reach.first(position_T)
 
         def seen_in_reach(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
-            near = seen(_batch, _head, query, key)
-            near &= before_T[query] < position_T[key] if reach.window else near
-            return near & (first_T[query] <= position_T[key]) if reach.chunk else near
+            return seen(_batch, _head, query, key) & (first_T[query] <= position_T[key])
 
         return seen_in_reach
 

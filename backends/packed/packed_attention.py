@@ -43,14 +43,15 @@ class Reach(NamedTuple):
         """Return whether every token of a sequence of this length sees all before it."""
         return all(limit is None or length <= limit for limit in self)
 
+    def first(self, position: Tensor) -> Tensor:
+        """Return the first position that a token at each of these sees; below 0: it sees all before it."""
+        first = torch.zeros_like(position) if self.window is None else position - (self.window - 1)
+        return first if self.chunk is None else torch.maximum(first, position - position % self.chunk)
+
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
         """Return whether tokens at positions `query` do not see those at positions `key`."""
         hidden = key > query
-        if self.window is not None:
-            hidden |= key <= query - self.window
-        if self.chunk is not None:
-            hidden |= key < query - query % self.chunk
-        return hidden
+        return hidden if self == Reach() else hidden.logical_or_(key < self.first(query))
 
 
 class Layout(Protocol):
@@ -133,6 +134,11 @@ def eager_function(module_class: type[nn.Module]) -> AttentionFunction | None:
     names = [name for name in getattr(forward, "__code__", _NO_CODE).co_names if name.endswith(_EAGER)]
     function: AttentionFunction | None = forward.__globals__.get(names[0]) if len(names) == 1 else None
     return function
+
+
+def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return -inf where `hidden`, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def _check(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:

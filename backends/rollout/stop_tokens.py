@@ -8,6 +8,7 @@ from pathlib import Path
 
 from backends.hf.tokenizer import TextCodec, load_codec, token_ids
 from specs.errors import ModelError
+from specs.model_facts import merged_config
 from specs.wire.role_config import RolloutConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -36,8 +37,7 @@ def end_tokens_of(folder: Path) -> set[int]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
-            content = json.loads((folder / name).read_text("utf-8"))
-            content |= content.get("text_config") or {}  # of a model that is several in one, its language model
+            content = merged_config(json.loads((folder / name).read_text("utf-8")))
             ids |= set(token_ids(content.get("eos_token_id")))
     return ids
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends.packed.layout import PackedLayout
-from backends.packed.packed_attention import Reach, Scored
+from backends.packed.packed_attention import Reach, Scored, additive_mask
 from backends.packed.state_layers import LayerState
 from backends.torch_rollout.slot_states import SlotStates
 
@@ -176,8 +176,7 @@ class KvCache:
             assert self._positions is not None
             key_position = torch.arange(segment.length, device=self.device)
             last = self._positions[segment.start : segment.stop, None]
-            hidden = reach.hides(last, key_position)
-            mask = torch.zeros(hidden.shape, device=self.device, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            mask = additive_mask(reach.hides(last, key_position), dtype)
             self._masks[number, reach] = mask[:, None, None]
         return self._masks[number, reach]
 

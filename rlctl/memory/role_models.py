@@ -13,7 +13,7 @@ from rlctl.models.hub import Unavailable, hub_snapshot, look_up, offline
 from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
 from rlctl.models.paths import BUILTIN_FOLDER, model_folder
 from specs.errors import Problem, SpecError
-from specs.model_facts import ModelFacts, model_facts
+from specs.model_facts import ModelFacts, merged_config, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.held_model import HeldTrainer, Replica
 from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
@@ -67,6 +67,7 @@ def _read_model(
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it holds no table")
+        config = dict(merged_config(config))
     except FileNotFoundError:
         what = "no config.json in it" if folder.is_dir() else "no such folder on this machine"
         hint = f"sizes come from its config.json alone: {by_hand}"

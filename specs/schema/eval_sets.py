@@ -31,7 +31,7 @@ class EvalSet(Table):
     temperature: float | None = Field(None, ge=0)
     """0: greedy; unset: `eval.temperature`."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """As in `[rollout]`; unset: `eval.top_p`."""
+    """Nucleus sampling as in `[rollout]`; unset: `eval.top_p`."""
     pass_term: int | None = Field(None, ge=0)
     """Unset: `eval.pass_term`."""
     pass_score: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE)

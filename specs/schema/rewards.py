@@ -121,7 +121,7 @@ class Judge(RewardTerm):
     score_key: str = ""
     """Key of the JSON object in the reply that holds the score."""
     body: dict[NonEmpty, bool | int | float | str] = Field({"temperature": 0.0, "max_tokens": 512})
-    """What else the request says; a table replaces this whole."""
+    """Add to the request; a table replaces this whole."""
     key_env: str = ""
     """Environment variable that holds the API key; empty: none is sent. The key itself is never written
     anywhere."""

@@ -89,7 +89,7 @@ class RolloutSection(Restartable):
     """The model that samples. It always holds the actor's weights."""
 
     engine: RolloutEngineTable = TorchRolloutTable()
-    """What samples."""
+    """The engine that samples."""
     first_node: int = Field(0, ge=0, lt=512)
     """Number of its first host in the hostfile, where 0 is the driver's and the trainers' first. Behind the
     trainers' last host, the replicas have theirs to themselves."""

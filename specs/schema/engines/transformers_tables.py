@@ -60,6 +60,6 @@ class OwnModules(TrainedHere):
     """A train engine that runs transformers' own modules."""
 
     kernels: Asked = "torch"
-    """What computes norms and gated MLPs. `torch`: the model's own modules. `liger`: Triton kernels of the package
-    liger-kernel, on a GPU, or the spec is refused. `auto`: those where they can be had, else the model's own;
+    """Choose what computes norms and gated MLPs. `torch`: the model's own modules. `liger`: Triton kernels of the
+    package liger-kernel, on a GPU, or the spec is refused. `auto`: those where they can be had, else the model's own;
     `check-config` and `as_built.json` say which."""

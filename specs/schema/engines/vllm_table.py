@@ -54,8 +54,8 @@ class VllmTable(RolloutTable):
     prefix_caching: bool = True
     """Compute equal prompts once for all of their completions."""
     lora: Literal["merged", "adapters"] = "merged"
-    """What a sync sends of an actor that trains adapters: the whole model with them `merged` in, or the model once
-    and then the `adapters` alone, which vLLM applies itself."""
+    """Choose what a sync sends of an actor that trains adapters: the whole model with them `merged` in, or the model
+    once and then the `adapters` alone, which vLLM applies itself."""
     enforce_eager: bool | None = None
     """Run the model without compiling it and without CUDA graphs; unset: only on the CPU, where compiling takes
     longer than it saves."""

@@ -30,7 +30,7 @@ class ZeroTable(OwnModules):
 
     kind: Literal["zero", "zero3"] = "zero"
     stage: Literal[1, 2, 3] = 3
-    """What is cut across ranks. `zero3` is `zero` with stage 3."""
+    """Choose what is cut across ranks. `zero3` is `zero` with stage 3."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory and step there."""
     offload_parameters: bool = False
