@@ -90,6 +90,8 @@ class LossScale:
     num_loss_tokens: int
     num_sequences: int  # sequences with at least one loss token
     max_response_tokens: int  # the constant of "token-sum-constant"
+    num_units: int = 0  # of an objective whose unit is a pair or a sequence
+    num_chosen_tokens: int = 0  # loss tokens of chosen completions
 
 
 @dataclass(frozen=True)

@@ -46,21 +46,21 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        5_510,
-        5_500,
+        6_000,
+        6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (4_110, 3_800, ("specs/schema",)),
-    "memory": (1_100, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_200, 4_200, ("rlctl/processes", "workers/*.py")),
-    "show": (2_270, 1_700, ("rlctl/show",)),
-    "run": (2_740, 2_200, ("rlctl/run",)),
+    "schema": (4_700, 4_300, ("specs/schema",)),
+    "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
+    "processes": (4_300, 3_500, ("rlctl/processes", "workers/*.py")),
+    "show": (2_400, 2_000, ("rlctl/show",)),
+    "run": (2_900, 2_200, ("rlctl/run",)),
     "grading": (1_540, 1_400, ("workers/grading",)),
-    "engines, packing, weights": (15_120, 13_500, ("backends",)),
-    "four packages": (47_500, 44_000, WINGS),
-    "scripts": (2_540, 2_500, ("scripts",)),
-    "tests with their cases": (34_750, 30_000, ("tests",)),
-    "docs": (3_000, 3_000, ("docs",)),
+    "engines, packing, weights": (16_000, 15_000, ("backends",)),
+    "four packages": (50_500, 50_000, WINGS),
+    "scripts": (3_000, 3_000, ("scripts",)),
+    "tests with their cases": (38_000, 38_000, ("tests",)),
+    "docs": (3_500, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

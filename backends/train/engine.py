@@ -353,6 +353,7 @@ class HfTrainEngine(TrainEngine):
     ) -> Callable[[MicroBatch, Staging], LossTask | ValueLossTask]:
         """Return a function that makes the task of a micro-batch; that of `NOTHING` has a loss and gradients of zero.
         Where the loss needs numbers of whole sequences, make a pass without gradients first."""
+        assert isinstance(loss, Loss | ValueLoss), loss
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}

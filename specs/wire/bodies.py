@@ -61,6 +61,19 @@ class Prompts(Body):
     group_size: int
 
 
+class DrawRows(Body):
+    """`count` rows from the cursor's `position` on, each with all of its sequences."""
+
+    what: What
+    position: int
+    count: int
+
+
+class RowsDrawn(Answer):
+    position: int  # of the cursor after them
+    epoch: float  # epochs that are behind it, of the source that is furthest
+
+
 class Row(Body):
     """Facts for a scorer about the row that a prompt was made from."""
 
@@ -171,6 +184,8 @@ class Scale(Body):
     num_loss_tokens: int
     num_sequences: int
     max_response_tokens: int
+    num_units: int = 0  # pairs, or labelled sequences
+    num_chosen_tokens: int = 0  # loss tokens of chosen completions
 
 
 def _loss(raw: Any) -> AnyLoss:
@@ -318,6 +333,7 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.CLOSE: (Nothing,),
     Verb.OPEN_DATA: (Nothing,),
     Verb.PROMPTS: (Prompts,),
+    Verb.ROWS: (DrawRows,),
     Verb.SCORE: (Score,),
     Verb.RENDER: (Render,),
     Verb.JUDGE: (SendToJudges,),

@@ -29,6 +29,7 @@ class Verb(StrEnum):
     # data
     OPEN_DATA = "open_data"
     PROMPTS = "prompts"
+    ROWS = "rows"
     # reward
     SCORE = "score"
     RENDER = "render"  # samples as a reward model reads them: in its own tokens
@@ -73,6 +74,11 @@ class Columns:
 
 IDENTITY_COLUMNS = ("group_B", "rollout_B", "id_B", "row_B")  # of a sample, from its prompt to its loss
 PROMPT_COLUMNS = ("tokens_T", "prefix_B", "position_B", *IDENTITY_COLUMNS)
+# Of what is learned from rows, sequence by sequence. `unit_B`: the draw, which is equal for the two of a pair, the
+# chosen one first. `chosen_B`: 1 for a chosen completion or one labelled true, and where there is nothing to choose.
+# `row_B`: the row, by a number that stays the same from draw to draw and from attempt to attempt. `margin_B`: of the
+# row, else 0.
+ROW_COLUMNS = ("tokens_T", "loss_mask_T", "unit_B", "chosen_B", "row_B", "margin_B")
 SAMPLE_COLUMNS = (
     "tokens_T",
     "loss_mask_T",
@@ -83,6 +89,7 @@ SAMPLE_COLUMNS = (
 
 COLUMNS: Mapping[Verb, Columns] = {
     Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
+    Verb.ROWS: Columns(gives=ROW_COLUMNS),
     Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),  # and `greedy_B`
     Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("scored_B",)),
     Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("tokens_T", "id_B")),

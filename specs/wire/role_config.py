@@ -10,8 +10,10 @@ from pydantic import Field
 from specs.attention import Attention
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
 from specs.schema.eval_sets import Evaluation
+from specs.schema.objectives import Unit
 from specs.schema.role_section import DType, Lora, Optimizer
 from specs.schema.roles import DATA, REWARD, ROLLOUT, HeadKind, RoleName
+from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import DataSection
 from specs.schema.spec import RewardSection
 from specs.schema.table import Table
@@ -67,6 +69,15 @@ class TextConfig(Table):
     model_path: str
     trust_remote_code: bool
     spec_dir: str
+
+
+class RowsConfig(Table):
+    """Which rows the data role serves, where a run learns from rows. `unit`: what the objective is a mean of; rows hold
+    a pair of completions for "pair", and a label for "sequence"."""
+
+    rows: RowsSection
+    eval: RowsEval | None
+    unit: Unit
 
 
 class DataConfig(TextConfig):

@@ -14,8 +14,9 @@ from specs.schema.table import FunctionPath, Table
 # trainer's before the step's first update ("trainer"); those of the distribution sampled from ("sampler").
 Anchor = Literal["current", "trainer", "sampler"]
 # How the values of loss tokens become a step's metric: the mean or the maximum over all tokens of all ranks and
-# updates; or the sum over an update's tokens, averaged over the step's updates.
-Reduction = Literal["token_mean", "token_max", "update_mean"]
+# updates; the sum over an update's tokens, averaged over the step's updates; or the mean over all units (pairs, or
+# single sequences), or over those sequences that are chosen or rejected.
+Reduction = Literal["token_mean", "token_max", "update_mean", "unit_mean", "chosen_mean", "rejected_mean"]
 KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through"]
 
 LossAggregation = Annotated[
@@ -61,7 +62,7 @@ class FunctionAdvantage(Advantage):
 
 @dataclass(frozen=True)
 class LossMetric:
-    """A number that a loss reports of each loss token.
+    """A number that a loss reports of each loss token, or of each unit.
 
     `source` names its function in `backends/token_metrics.py`. `before_learning`: only updates whose trainer log-probs
     are of the weights before the step count.
@@ -82,7 +83,6 @@ class AnyLoss(Table):
     """
 
     kind: str
-    loss_aggregation: LossAggregation = "token-mean"
 
     metrics: ClassVar[tuple[LossMetric, ...]] = ()
 
@@ -110,6 +110,7 @@ _GAP = "|log-prob of the sampler - of the trainer before the update| of a sample
 class Loss(AnyLoss):
     """The loss of a policy: a token's is correction · policy loss + kl_coef·KL - entropy_coef·entropy."""
 
+    loss_aggregation: LossAggregation = "token-mean"
     entropy_coef: EntropyCoef = 0.0
     anchor: Anchor
     corrected: bool = False  # the policy loss of each token is multiplied with `correction_T`

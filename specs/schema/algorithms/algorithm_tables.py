@@ -256,6 +256,7 @@ class ValueLoss(AnyLoss):
     of V_old + clip(V - V_old, ±c) (Schulman et al. 2017 have it in their code; Engstrom et al. 2020, eq. 3)."""
 
     kind: Literal["clipped_value"] = "clipped_value"
+    loss_aggregation: LossAggregation = "token-mean"
     value_clip: ValueClip = None
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (

@@ -13,7 +13,7 @@ from specs.wire.messages import Kind, Message, Verb, parse
 from specs.wire.role_config import Sampling
 
 SENT = {"name": "w", "dtype": "fp32", "shape": [2, 3], "nbytes": 24, "checksum": "c0ffee", "offset": 64}
-SCALE = {"num_loss_tokens": 7, "num_sequences": 2, "max_response_tokens": 8}
+SCALE = {"num_loss_tokens": 7, "num_sequences": 2, "max_response_tokens": 8, "num_units": 0, "num_chosen_tokens": 0}
 LOSS = PpoClip(anchor="current", kl_coef=0.1).model_dump()
 SAMPLING = Sampling(seed=1, max_response_tokens=8).model_dump()
 
