@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import specs
 from specs.errors import SpecError, UsageError
 from specs.packages import environments, page
+from specs.schema.roles import ROLES
 
 if TYPE_CHECKING:
     from specs.schema.spec import Spec
@@ -73,20 +74,26 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     from specs.load.load import load_spec
 
     run = load_spec(spec, [])
-    actor, rollout = run.actor, run.rollout
-    apart = rollout.first_node >= actor.nodes
-    each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes
+    actor, rollout = run.lead_section, getattr(run, "rollout", None)
+    apart = rollout is not None and rollout.first_node >= actor.nodes
+    each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes if rollout else 0
     named = {place for role in run.roles for place in run.gpus(role)}
-    far = {place for place in named if apart and place[0] in rollout.hosts}
+    far = {place for place in named if apart and rollout and place[0] in rollout.hosts}
     # A host gives GPUs from 0 to the highest number.
     gpus, far_gpus = (max((number for _, number in places), default=-1) + 1 for places in (named - far, far))
     shell = ["sh", "-c", _STEP_IN_ITS_PART] if apart else _STEP.split()
     template = Template(BATCH_TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
     text = template.render(
-        **{"apart": apart, "nodes": actor.nodes, "far_nodes": rollout.nodes, "each": each, "replicas": replicas},
+        **{
+            "apart": apart,
+            "nodes": actor.nodes,
+            "far_nodes": rollout.nodes if rollout else 0,
+            "each": each,
+            "replicas": replicas,
+        },
         **{"gpus": gpus, "far_gpus": far_gpus, "far_slots": max(replicas, far_gpus)},
         slots=max(each, gpus) if apart else max(each, replicas, gpus),
-        graders=run.reward.nodes > 1,
+        graders=any(ROLES[role].holds == "scorer" and run.role(role).nodes > 1 for role in run.roles),
         needs=_engine_on_more_nodes(spec, run),
         spec=shlex.quote(spec.name),
         name=shlex.quote(spec.stem),
@@ -103,11 +110,12 @@ def _engine_on_more_nodes(spec: Path, run: Spec) -> str:
     """Return what the actor's engine needs on twice the nodes, by the rules of the spec itself."""
     from specs.load.load import load_spec
 
-    twice = {"actor.nodes": 2 * run.actor.nodes, "actor.processes": 2 * run.actor.processes}
+    role, section = run.lead, run.lead_section
+    twice = {f"{role}.nodes": 2 * section.nodes, f"{role}.processes": 2 * section.processes}
     try:
-        load_spec(spec, ["actor.launcher=srun", *(f"{key}={value}" for key, value in twice.items())])
+        load_spec(spec, [f"{role}.launcher=srun", *(f"{key}={value}" for key, value in twice.items())])
     except SpecError as error:
-        found = [problem for problem in error.problems if problem.key.startswith("actor.engine")]
+        found = [problem for problem in error.problems if problem.key.startswith(f"{role}.engine")]
         return f"{found[0].subject}: {found[0].message}." if found else ""
     return ""
 

@@ -32,6 +32,7 @@ from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
     LossTable,
     ValueLoss,
 )
+from specs.schema.recipes import RECIPES, RlSpec  # noqa: E402
 from specs.schema.role_section import LearningRole, ModelRole, Restartable, RoleSection  # noqa: E402
 from specs.schema.spec import Spec  # noqa: E402
 from specs.schema.table import Table, meaning_of  # noqa: E402
@@ -102,6 +103,12 @@ SHARED: dict[type[Table], str] = {
 ALGORITHM = """\
 `kind` names a preset of an advantage and a loss. Its keys are those that every algorithm has, those of its
 advantage and those of its loss, side by side. How each is computed: [algorithms.md](algorithms.md)."""
+
+ROWS = """\
+`run.recipe` names one. It has `[run]`, `[model]`, `[checkpoint]`, `[cluster]` and `[[tracking]]` as above, an `[actor]`
+(and a `[ref]`, for preferences) as above, and these."""
+LAST = ("checkpoint", "cluster", "tracking")  # sections of every recipe that stand behind its own
+BASE = (*Spec.model_fields, "actor", "ref")  # sections that recipes share
 
 Keys = Mapping[str, FieldInfo]
 
@@ -204,6 +211,22 @@ class Page:
         critic = {name: field for name, field in ActorCritic.model_fields.items() if name not in Algorithm.model_fields}
         self.lines += ["### The critic", "", what(ValueLoss), "", *key_table(ActorCritic, critic)]
 
+    def recipes(self) -> None:
+        """Describe the sections that recipes have beside or in the place of those of `rl`."""
+        self.lines += ["## Recipes that learn from rows", "", ROWS, ""]
+        others = {name: recipe for name, recipe in RECIPES.items() if recipe is not RlSpec}
+        self.lines += grid(
+            ("`run.recipe`", "what it is"), ((f"`{name}`", what(table)) for name, table in others.items())
+        )
+        found: dict[str, dict[type[Table], None]] = {}
+        for recipe in others.values():
+            for name, field in recipe.model_fields.items():
+                found.setdefault(name, {}).update(dict.fromkeys(tables_of(field.annotation)))
+        known = {table for tables in self.place for table in tables}
+        for name, tables in found.items():
+            if new := tuple(table for table in tables if table not in known and name not in BASE):
+                self.section(name, new, f"### `[{name}]`, to learn from rows")
+
 
 def preset_row(kind: str, table: type[Algorithm]) -> list[str]:
     bases = (table.advantage_table, table.loss_table, table.__mro__[1])
@@ -226,11 +249,12 @@ def about(tables: Sequence[type[Table]]) -> str:
 
 def render() -> str:
     page = Page()
-    page.lines = [INTRO, "`schema = 1` stands first. Sections:", ""]
-    sections = {name: found for name, field in Spec.model_fields.items() if (found := tables_of(field.annotation))}
-    titles = {name: f"[[{name}]]" if is_list(Spec.model_fields[name].annotation) else f"[{name}]" for name in sections}
+    page.lines = [INTRO, "`schema = 1` stands first. Sections of reinforcement learning:", ""]
+    fields = {name: RlSpec.model_fields[name] for name in sorted(RlSpec.model_fields, key=lambda name: name in LAST)}
+    sections = {name: found for name, field in fields.items() if (found := tables_of(field.annotation))}
+    titles = {name: f"[[{name}]]" if is_list(field.annotation) else f"[{name}]" for name, field in fields.items()}
     for name, tables in sections.items():
-        needed = "" if not Spec.model_fields[name].is_required() else " (required)"
+        needed = "" if not fields[name].is_required() else " (required)"
         page.lines.append(f"- [`{titles[name]}`](#{name}){needed}: {about(tables)}")
     page.lines.append("")
     for name, tables in sections.items():
@@ -241,6 +265,7 @@ def render() -> str:
             page.algorithm()
         else:
             page.section(name, tables, f"## `{titles[name]}`")
+    page.recipes()
     return "\n".join(page.lines).rstrip() + "\n"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.check.own_functions import RewardCall, call_functions
+from rlctl.check.own_functions import Called, RewardCall, call_functions
 from rlctl.memory.fit import fit_problems
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import Plan, make_plan
@@ -16,6 +16,7 @@ from specs.errors import NotHere, Problem, SpecError
 from specs.load.load import parse
 from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_warnings
+from specs.schema.recipes import RlSpec
 from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         return Findings(parsed.problems, notes=notes, elsewhere=elsewhere)
     problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)
     lacking = [one for one in warnings if isinstance(one, NotHere)]
-    called = call_functions(spec, spec_dir, {problem.key for problem in [*problems, *lacking]})
+    known = {problem.key for problem in [*problems, *lacking]}
+    called = call_functions(spec, spec_dir, known) if isinstance(spec, RlSpec) else Called()
     problems = [*problems, *called.errors]
     if elsewhere:
         warnings, notes = notes_of(warnings, notes)

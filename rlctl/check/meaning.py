@@ -16,7 +16,8 @@ from rlctl.processes.placement import Plan
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of, not_known
 from specs.schema.rank_groups import mesh_of, shard_groups
-from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, RoleName
+from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.roles import REF, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
     }
     if spec is None:
         return found
-    transport, why = choose_transport(spec)
     found |= {"batch": _batch(spec), "reference": _reference(spec)}
-    found["sync"] = {"transport": transport, "why": why, "to": _links(spec, plan) if plan else []}
+    if isinstance(spec, RlSpec):
+        transport, why = choose_transport(spec)
+        found["sync"] = {"transport": transport, "why": why, "to": _links(spec, plan) if plan else []}
     if plan is not None:
         found |= {"placement": _placement(spec), "hosts": _hosts(spec, plan)}
         found["roles"] = roles(spec, plan, spec_path.absolute().parent, elsewhere=findings.elsewhere)
@@ -141,19 +143,25 @@ def _placement(spec: Spec) -> dict[str, dict[str, Any]]:
 
 def _batch(spec: Spec) -> dict[str, int]:
     """Return the arithmetic of a step and of the run."""
-    algorithm = spec.algorithm
+    drawn: dict[str, int] = {}
+    if isinstance(spec, RlSpec):
+        drawn = {
+            "prompts_per_step": spec.data.prompts_per_step,
+            "group_size": spec.algorithm.group_size,
+            "epochs_per_step": spec.algorithm.epochs_per_step,
+        }
+    elif isinstance(spec, RowsSpec):
+        drawn = {"rows_per_step": spec.data.rows_per_step, "sequences_per_row": spec.sequences_per_row}
     return {
-        "prompts_per_step": spec.data.prompts_per_step,
-        "group_size": algorithm.group_size,
+        **drawn,
         "samples_per_step": spec.samples_per_step,
-        "mini_batches_per_step": algorithm.mini_batches_per_step,
-        "samples_per_mini_batch": spec.samples_per_step // algorithm.mini_batches_per_step,
-        "epochs_per_step": algorithm.epochs_per_step,
+        "mini_batches_per_step": spec.mini_batches_per_step,
+        "samples_per_mini_batch": spec.samples_per_step // spec.mini_batches_per_step,
         "steps": spec.run.steps,
-        "optimizer_steps": spec.optimizer_steps(ACTOR),
-        **{f"{role}_optimizer_steps": spec.optimizer_steps(role) for role in spec.losses if role != ACTOR},
+        "optimizer_steps": spec.optimizer_steps(spec.lead),
+        **{f"{role}_optimizer_steps": spec.optimizer_steps(role) for role in spec.losses if role != spec.lead},
         "max_sequence_tokens": spec.max_sequence_tokens,
         "max_tokens_per_step": spec.samples_per_step * spec.max_sequence_tokens,
-        "micro_batch_tokens": spec.actor.micro_batch_tokens,
-        "sequence_parallel": spec.actor.sequence_parallel,
+        "micro_batch_tokens": spec.lead_section.micro_batch_tokens,
+        "sequence_parallel": spec.lead_section.sequence_parallel,
     }

@@ -25,6 +25,7 @@ from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import devices_of_a_process
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import ModelRole
 from specs.schema.roles import DATA, ROLES, RoleName
 from specs.schema.spec import Spec
@@ -130,13 +131,17 @@ def _one_update(spec: Spec, role: RoleName, body: dict[str, Any]) -> RoleRequest
     if isinstance(section, ModelRole):  # one process computes what a group of the run shares
         body |= {"micro_batch_tokens": section.row_tokens, "sequence_parallel": 1}
         sequences = max(1, section.row_tokens // spec.max_sequence_tokens)
+    prompt = spec.max_prompt_tokens or 1  # of a row, all but its first token may be learned
     shape = UpdateShape(
         sequences=min(sequences, spec.samples_per_step),
-        prompt_tokens=spec.data.max_prompt_tokens,
-        response_tokens=spec.data.max_response_tokens,
+        prompt_tokens=prompt,
+        response_tokens=spec.max_sequence_tokens - prompt,
     )
-    sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
-    return RoleRequest(body=body, shape=shape, loss=spec.loss.model_dump(mode="json"), sampling=sampling)
+    sampling: dict[str, Any] = {}
+    if isinstance(spec, RlSpec):
+        sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
+    loss = spec.losses.get(role, spec.losses[spec.lead])
+    return RoleRequest(body=body, shape=shape, loss=loss.model_dump(mode="json"), sampling=sampling)
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────

@@ -20,10 +20,10 @@ from rlctl.preflight.interpreters import own_path
 from rlctl.processes.placement import package_root
 from specs.errors import DataError, Problem, RewardError
 from specs.rules.all_rules import with_values
+from specs.schema.recipes import RlSpec
 from specs.schema.rewards import Function
 from specs.schema.row_values import gold_answer
 from specs.schema.sections import is_hub_data
-from specs.schema.spec import Spec
 from workers.data.prompts import prompt_of
 from workers.data.row_source import DataRow, read_rows
 from workers.grading.pool import GraderPool
@@ -55,13 +55,13 @@ class Called:
     calls: list[RewardCall] = field(default_factory=list)
 
 
-def call_functions(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> Called:
+def call_functions(spec: RlSpec, spec_dir: Path, known: Collection[str] = ()) -> Called:
     """Call each function. Keys in `known` have been found wrong already."""
     found = Called()
-    for key, path in spec.algorithm.own_functions.items():
-        which = key.partition("_")[0]
-        if f"algorithm.{key}" not in known and (wrong := _wrong(spec, spec_dir, which, path)):
-            found.errors.append(Problem(f"algorithm.{key}", *wrong))
+    for key, path in spec.own_functions.items():
+        which = key.rpartition(".")[2].partition("_")[0]
+        if key not in known and (wrong := _wrong(spec, spec_dir, which, path)):
+            found.errors.append(Problem(key, *wrong))
     terms = {f"reward.terms.{n}.path": one for n, one in enumerate(spec.reward.terms) if isinstance(one, Function)}
     terms = {key: term for key, term in terms.items() if not {key, "reward.python"} & set(known)}
     row = _first_row(spec, spec_dir) if terms else None
@@ -81,7 +81,7 @@ def call_functions(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> C
 # ── an advantage, a loss ──────────────────────────────────────────────────────────────────────────
 
 
-def _wrong(spec: Spec, spec_dir: Path, which: str, path: str) -> tuple[str, str] | None:
+def _wrong(spec: RlSpec, spec_dir: Path, which: str, path: str) -> tuple[str, str] | None:
     """Return what is wrong with it, and a hint."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")}
     env |= spec.actor.env if which == "loss" else {}
@@ -104,7 +104,7 @@ def _wrong(spec: Spec, spec_dir: Path, which: str, path: str) -> tuple[str, str]
 # ── rewards ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _call(spec: Spec, key: str, path: str, pool: GraderPool, row: DataRow, found: Called) -> None:
+def _call(spec: RlSpec, key: str, path: str, pool: GraderPool, row: DataRow, found: Called) -> None:
     """Call one function with the row's own answer. What code alone can mend is an error."""
     answer = row.values.get(spec.data.answer_column)
     completion = "" if answer is None else gold_answer(answer)
@@ -116,7 +116,7 @@ def _call(spec: Spec, key: str, path: str, pool: GraderPool, row: DataRow, found
         problems.append(Problem(key, why, f"see {row.where}"))
 
 
-def _pool(spec: Spec, spec_dir: Path, term: Function) -> GraderPool:
+def _pool(spec: RlSpec, spec_dir: Path, term: Function) -> GraderPool:
     """Start the process that imports one function."""
     return GraderPool(
         [term.model_dump(mode="json")],
@@ -131,7 +131,7 @@ def _pool(spec: Spec, spec_dir: Path, term: Function) -> GraderPool:
     )
 
 
-def _first_row(spec: Spec, spec_dir: Path) -> DataRow | None:
+def _first_row(spec: RlSpec, spec_dir: Path) -> DataRow | None:
     """Return the first row of `data.train`, or of the first evaluation set that can be read. Nothing is downloaded."""
     for source in [spec.data.train, *(one.data for one in spec.evaluations if one.data)]:
         with suppress(DataError):
@@ -141,7 +141,7 @@ def _first_row(spec: Spec, spec_dir: Path) -> DataRow | None:
     return None
 
 
-def _prompt(row: DataRow, spec: Spec) -> str:
+def _prompt(row: DataRow, spec: RlSpec) -> str:
     """Return the row's prompt before any chat template; of messages, their texts."""
     with suppress(LookupError, ValueError):
         prompt = prompt_of(row.values, spec.data)

@@ -15,8 +15,9 @@ from specs.packages import page
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.rank_groups import RankGroup, mesh_of, sequence_groups, shard_groups
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import ACTOR, RoleName
+from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -165,7 +166,35 @@ def _hosts_table(hosts: list[dict[str, Any]]) -> Table:
 
 def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     """Say what a step and a run amount to, where the reference is and how weights travel."""
-    of, ref, sync = meaning["batch"], meaning["reference"], meaning["sync"]
+    of, ref = meaning["batch"], meaning["reference"]
+    run = f"{counted(of['steps'], 'step')} = {counted(of['optimizer_steps'], 'optimizer step')}"
+    if others := [f"{of[f'{role}_optimizer_steps']} of the {role}" for role in spec.losses if role != spec.lead]:
+        run += f" of the {spec.lead}, {', '.join(others)}"
+    tokens = f"at most {_longest(spec)} in a sequence, {of['micro_batch_tokens']} in a forward pass"
+    if of["sequence_parallel"] > 1:
+        tokens += f",\n       {spec.lead_section.row_tokens} in a row that {of['sequence_parallel']} ranks share"
+    held = f"{ref['model']} ({ref['why']}), held by {ref['engine']} on {_devices(ref['devices'])}"
+    lines = {"step": _step(spec, of), "run": run, "tokens": tokens, "ref": held if ref["loaded"] else ref["why"]}
+    if isinstance(spec, RlSpec):
+        lines["sync"] = _way(spec, meaning["sync"])
+        if ahead := spec.rollout.max_staleness:
+            when, old = (f"the next {ahead} steps", f"1 to {ahead} steps") if ahead > 1 else ("the next step", "1 step")
+            every = f"every {ahead} steps" if ahead > 1 else "every step"
+            drawn = f"the samples of {when} are drawn while the actor learns"
+            lines["ahead"] = f"{drawn}: {old} old; weights travel {every}"
+    return "\n".join(f"{name:6} {line}" for name, line in lines.items())
+
+
+def _longest(spec: Spec) -> str:
+    if not isinstance(spec, RlSpec):
+        return str(spec.max_sequence_tokens)
+    return f"{spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = {spec.max_sequence_tokens}"
+
+
+def _step(spec: Spec, of: dict[str, Any]) -> str:
+    """Say what a step learns from."""
+    if not isinstance(spec, RlSpec):
+        return counted(of["rows_per_step"], "pair" if of["sequences_per_row"] > 1 else "row")
     step = f"{of['prompts_per_step']} prompts × {of['group_size']} completions = {of['samples_per_step']} samples"
     if of["mini_batches_per_step"] > 1:
         step += f" → {of['mini_batches_per_step']} mini-batches of {of['samples_per_mini_batch']}"
@@ -176,14 +205,11 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     elif spec.algorithm.dynamic_sampling:
         refills = counted(spec.algorithm.max_refills, "refill")
         step += f"\n       groups of equal scores are thrown away, with {refills} at most in a step"
-    run = f"{counted(of['steps'], 'step')} = {counted(of['optimizer_steps'], 'optimizer step')}"
-    if others := [f"{of[f'{role}_optimizer_steps']} of the {role}" for role in spec.losses if role != ACTOR]:
-        run += f" of the actor, {', '.join(others)}"
-    tokens = f"{spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = {of['max_sequence_tokens']}"
-    tokens = f"at most {tokens} in a sequence, {of['micro_batch_tokens']} in a forward pass"
-    if of["sequence_parallel"] > 1:
-        tokens += f",\n       {spec.actor.row_tokens} in a row that {of['sequence_parallel']} ranks share"
-    held = f"{ref['model']} ({ref['why']}), held by {ref['engine']} on {_devices(ref['devices'])}"
+    return step
+
+
+def _way(spec: RlSpec, sync: dict[str, Any]) -> str:
+    """Say how weights travel."""
     way = f"weights travel by {sync['transport']} ({sync['why']})"
     if sync["transport"] != "shm":
         way += f", in buckets of {spec.sync.bucket_MiB:g} MiB"
@@ -192,12 +218,7 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
         links = [f"{counted(link['replicas'], 'replica')} on {link['host']}" for link in sync["to"]]
         more = [f"{len(links) - MOST_ROWS} more hosts"] if len(links) > MOST_ROWS else []
         way += f"\n       from this host to {', '.join([*links[:MOST_ROWS], *more])}"
-    lines = {"step": step, "run": run, "tokens": tokens, "ref": held if ref["loaded"] else ref["why"], "sync": way}
-    if ahead := spec.rollout.max_staleness:
-        when, old = (f"the next {ahead} steps", f"1 to {ahead} steps") if ahead > 1 else ("the next step", "1 step")
-        every = f"every {ahead} steps" if ahead > 1 else "every step"
-        lines["ahead"] = f"the samples of {when} are drawn while the actor learns: {old} old; weights travel {every}"
-    return "\n".join(f"{name:6} {line}" for name, line in lines.items())
+    return way
 
 
 def _call_table(call: RewardCall) -> Table:

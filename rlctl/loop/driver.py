@@ -1,38 +1,27 @@
-"""The driver: one RL step, top to bottom, on one screen (`Driver.step`)."""
+"""The driver: what every recipe's step is made of. The steps themselves are in `rlctl/recipes`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop import advantages, correction, covariance, finite_check, step_metrics
+from rlctl.loop import finite_check
 from rlctl.loop.clock import Clock
-from rlctl.loop.kl_control import KlController
-from rlctl.loop.logprob_gap import Gap, GapLimits
-from rlctl.loop.recovery import SteadyGrading, SteadySync
 from rlctl.loop.residency import Residency
-from rlctl.loop.rollouts import Rollouts, without_truncated
-from rlctl.loop.sample_queue import SampleQueue
-from rlctl.loop.sampling import PromptBatch, Sampler, Scored
-from rlctl.loop.scores import eval_metrics
-from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
-from rlctl.loop.scores.signal_watch import SignalWatch
-from rlctl.loop.scores.term_scores import ScoreModel
-from rlctl.loop.step_metrics import RankReport, Updates
-from rlctl.loop.sync import SyncReport
+from rlctl.loop.step_metrics import RankReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
-from specs.schema.algorithms.algorithm import placed
+from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.eval_sets import Evaluation
 from specs.schema.rank_groups import sequence_parallel_of
-from specs.schema.roles import REWARD_MODEL, RoleName
+from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies, partition
 from specs.wire.as_built import ModelBuilt
@@ -80,87 +69,76 @@ class UpdateWindow:
         self.is_open = False
 
 
-class Driver:
-    """Drives the roles through the algorithm. Knows no processes, sockets or files: tests drive fake roles with it."""
+class Driver(ABC):
+    """Drives the roles through the steps of a recipe: phases, clock, columns that models compute, and optimizer steps.
+    Knows no processes, sockets or files: tests drive fake roles with it."""
 
     def __init__(
         self,
         spec: Spec,
         groups: Mapping[str, Group],
         residency: Residency,
-        sync: SteadySync,
-        gap_limits: GapLimits,
         window: UpdateWindow,
         progress: Progress,
-        spec_dir: Path = Path(),
         built: Mapping[RoleName, ModelBuilt] | None = None,
-        grading: SteadyGrading | None = None,
     ) -> None:
-        """`spec_dir`: where relative paths of the spec start. `built`: each role's model, as far as it is known.
-        `grading` brings back what is lost of the reward role; None: nothing does."""
+        """`built`: each role's model, as far as it is known."""
         self.built = built or {}
-        self.spec_dir = spec_dir
-        self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
-        self.gap_limits, self.window, self.grading = gap_limits, window, grading
-        self.actor = groups["actor"]
+        self.residency, self.window, self.progress = residency, window, progress
+        self.data = groups["data"]
+        self.lead = groups[spec.lead]
         self.ref = groups.get("ref")
         self.learners = {role: groups[role] for role in spec.losses}
+        self.sequence_parallel = {role: sequence_parallel_of(spec.role(role)) for role in spec.roles}
         self.clock = Clock()
-        self.kl = KlController(spec.algorithm)
-        self.sampler = Sampler(
-            spec,
-            groups["data"],
-            groups["rollout"],
-            groups["reward"],
-            self.clock,
-            sync,
-            self._score_model(groups),
-        )
-        self.queue = SampleQueue(spec, self.sampler)
-        self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, progress.warning)
-        self.signals = SignalWatch(spec, progress.warning)
-        self.eval_prompts: dict[str, PromptBatch] = {}  # by evaluation
-        self.correction_metrics: dict[str, float] = {}
 
-    def _score_model(self, groups: Mapping[str, Group]) -> ScoreModel | None:
-        """The model that a term of the reward asks, where there is one."""
-        if (group := groups.get(REWARD_MODEL)) is None:
-            return None
-        terms = self.spec.reward.terms
-        number = next(index for index, term in enumerate(terms) if term.graded_by == "model")
+    # ── what a recipe does ────────────────────────────────────────────────────────────────────────
 
-        def begin(step: int) -> None:
-            self.progress.phase("score")
-            self.residency.enter("score", step=step)
+    @abstractmethod
+    def begin(self, done: int) -> None:
+        """Prepare for the first step of an attempt; `done` steps are behind it."""
 
-        return ScoreModel(group, number, begin, partial(self._shares, group=group, whole=True))
-
-    # ── one step ──────────────────────────────────────────────────────────────────────────────────
-
+    @abstractmethod
     def step(self, step: int) -> StepRecord:
-        """Sample, grade, train, and send the weights where samples to come need them. `step` counts from 1."""
-        self.clock.start()
-        self.restore_graders(step)
-        self.sync.resend_if_asleep(step)
-        with self.phase("rollout", step):
-            drawn = self.queue.take(step)
-        self.reward_failures.see(drawn.scored, step)
-        with self.phase("train", step):
-            batch = self.add_model_columns(drawn.batch, step)
-            batch = self.add_correction(batch)
-            batch = self.add_advantages(batch, drawn.scored)
-            finite_check.check_batch(batch, drawn.scored.reward_B, step)
-            updates = self.update(batch, step)
-        self.sync.actor_finished(self.spec.weights_version(step))
-        synced = self.send_weights(step) if self.queue.needs_weights(step) else None
-        self.queue.trained()
-        self.window.close()
-        return self.record(step, batch, drawn.scored, updates, synced)
+        """Take a step, which counts from 1."""
 
-    def restore_graders(self, step: int) -> None:
-        """Let restarted processes of the reward role grade again."""
-        if self.grading is not None and self.grading.restore(step):
-            self.sampler.graders.hand_out()
+    @abstractmethod
+    def evaluate(self, step: int, arrived: Arrived | None = None) -> StepRecord:
+        """Return the metrics of every evaluation with the weights after `step` steps, and its completions. `arrived` is
+        told of each set of prompts how many completions of all are here."""
+
+    @abstractmethod
+    def proof_prompts(self) -> list[list[int]]:
+        """Return tokens on which an export of the run's models must repeat what they say."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the driver's files of a checkpoint; return its state."""
+
+    @abstractmethod
+    def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
+        """Go on from what `save` left; return how many samples drawn ahead were too old, by step."""
+
+    @abstractmethod
+    def begin_at(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on with the data that comes after what another run's `save` left."""
+
+    @abstractmethod
+    def loss_of(self, role: RoleName) -> AnyLoss:
+        """Return the loss of a role's updates, as it is now."""
+
+    @abstractmethod
+    def loss_scale(self, mini: Batch) -> bodies.Scale:
+        """Return global counts of a mini-batch: what every rank divides by."""
+
+    def inspect(self, sums: Mapping[RoleName, Sequence[Mapping[str, float]]], batch: Batch, step: int) -> None:
+        """Look at what each rank of each role reports of a mini-batch, before the optimizer steps."""
+
+    def not_finite(self, role: RoleName, found: str, mini: Batch, step: int) -> NotFiniteError:
+        """Return the error of a mini-batch whose loss, of which `found` says what is wrong, is not finite."""
+        return finite_check.of_value_update(found, mini)
+
+    # ── phases ────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def phase(self, phase: Phase, step: int, doing: str = "") -> Iterator[None]:
@@ -171,62 +149,7 @@ class Driver:
         with self.clock.measure(phase):
             yield
 
-    def begin(self, done: int) -> None:
-        """Before the first step of an attempt: the rollout gets the weights that the actor has after `done` steps."""
-        self.sync.actor_finished(self.spec.weights_version(done))
-        self.send_weights(done)
-
-    def send_weights(self, step: int) -> SyncReport | None:
-        """Wait until nothing is being sampled, then give the rollout the weights that the actor has after `step`
-        steps. None: it has them, for the actor has not learned since."""
-        with self.clock.measure("rollout"):
-            self.queue.wait_until_sampled()
-        if self.sync.holds(self.spec.weights_version(step)):
-            return None
-        with self.phase("sync", step):
-            return self.sync.run(step)
-
-    def record(
-        self, step: int, batch: Batch, scored: Scored, updates: Updates, synced: SyncReport | None
-    ) -> StepRecord:
-        """Return the outcome of the step. Warn of what went wrong in it without ending the run."""
-        least, times = self.spec.algorithm.advantage.min_group, self.clock.metrics()
-        metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, times, least)
-        metrics |= correction.diagnostics(batch) | self.correction_metrics
-        rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
-        metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)
-        metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
-        self.signals.see(metrics, scored, step)
-        metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
-        if self.grading is not None:
-            metrics |= self.grading.metrics()
-        return StepRecord(metrics, scored.samples)
-
-    # ── training ──────────────────────────────────────────────────────────────────────────────────
-
-    def add_model_columns(self, batch: Batch, step: int) -> Batch:
-        """The batch with what advantage and losses read of the models before the update: log-probs of the actor and the
-        reference, the critic's values."""
-        wanted: dict[str, ModelColumn] = {}
-        if self.spec.needs_critic:
-            wanted["value_T"] = ModelColumn(self.learners["critic"], Verb.VALUES)
-        if "old_logprob_T" in self.spec.columns_read:
-            wanted["old_logprob_T"] = self.logprobs_of(self.actor)
-        if self.ref is not None:
-            wanted["ref_logprob_T"] = self.logprobs_of(self.ref)
-        elif self.spec.ref_is_actor:
-            wanted["ref_logprob_T"] = self.logprobs_of(self.actor, adapters=False)
-        return batch.with_columns(**self.compute(wanted, batch, step))
-
-    def add_correction(self, batch: Batch) -> Batch:
-        """The batch with the off-policy weights, where there are any. The gap's limits hold all the same (`update`)."""
-        table = self.spec.algorithm.correction
-        if table is None:
-            return batch
-        batch, excluded = correction.without_non_numbers(batch)
-        column_T, metrics = correction.correct(table, batch, self.spec.ratio_against)
-        self.correction_metrics = {**metrics, "correction/not_finite": excluded}
-        return batch.with_columns(correction_T=column_T)
+    # ── columns ───────────────────────────────────────────────────────────────────────────────────
 
     @staticmethod
     def logprobs_of(group: Group, *, adapters: bool = True) -> ModelColumn:
@@ -260,7 +183,7 @@ class Driver:
             work = SequenceWork.of_whole(batch, size=size)
         else:
             work = SequenceWork.of(batch, size=size, share_prompts=built is None or built.shares_prompts)
-        return partition.shards(work, group.size, sequence_parallel_of(self.spec.role(group.role)))
+        return partition.shards(work, group.size, self.sequence_parallel[group.role])
 
     @staticmethod
     def _unshard(call: Call, name: str, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:
@@ -270,35 +193,7 @@ class Driver:
             out_T[batch.token_index(shard)] = answer.tensors[name]
         return out_T
 
-    def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
-        table, penalty_T = placed(self.spec.algorithm.advantage, self.spec_dir), self.kl.penalty_T(batch)
-        return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B, penalty_T))
-
-    def update(self, batch: Batch, step: int) -> Updates:
-        """All optimizer steps of this step; returns what each rank of each role that learned reports of each. Raises
-        LogprobGapError before the first one when sampler and trainer disagree, NotFiniteError before the one whose
-        loss is not a number."""
-        algorithm = self.spec.algorithm
-        updates: Updates = {role: [] for role in self.learners if step > self.spec.learns_after(role)}
-        empty = 0
-        if "old_logprob_T" in batch:
-            self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), step)
-        if algorithm.mask_truncated:
-            batch = without_truncated(batch)
-        for epoch in range(algorithm.epochs_per_step):
-            seed = (self.spec.run.seed, step, epoch)
-            pieces = mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed)
-            for number, chosen in enumerate(pieces):
-                piece = batch.select(chosen)
-                if not piece["loss_mask_T"].any():
-                    empty += 1  # weight decay and the schedule's clock would move by nothing that was learned
-                    continue
-                mini = covariance.with_selection(self.spec.loss, piece, (*seed, number))
-                for role, reports in self.one_update(batch, mini, list(updates), step).items():
-                    updates[role].append(reports)
-        if empty:
-            self.progress.warning(f"step {step}: {empty} mini-batches have no loss tokens: no optimizer step is made")
-        return {role: reports for role, reports in updates.items() if reports}
+    # ── updates ───────────────────────────────────────────────────────────────────────────────────
 
     def one_update(
         self, batch: Batch, mini: Batch, roles: Sequence[RoleName], step: int
@@ -306,8 +201,7 @@ class Driver:
         """An optimizer step of each role on samples of the batch; none, where the loss of one is not a number."""
         answers = self.in_turns(roles, lambda role: self._post_update(role, mini, step))
         sums = {role: [bodies.Updated.of(answer).sums for answer in answers[role]] for role in roles}
-        if "actor" in sums and "old_logprob_T" not in batch and not self.window.is_open:
-            self.check_gap(batch, Gap.of_sums(sums["actor"]), step)
+        self.inspect(sums, batch, step)
         for role in roles:
             if found := finite_check.check_sums(sums[role], step):
                 raise self.not_finite(role, found, mini, step)
@@ -324,96 +218,10 @@ class Driver:
             answers |= {role: call.result() for role, call in calls.items()}
         return answers
 
-    def _post_update(self, role: RoleName, mini: Batch, step: int) -> Call:
-        """Loss and gradients of the mini-batch; weights are not changed yet."""
-        loss, group = placed(self.kl.in_loss(self.spec.losses[role]), self.spec_dir), self.learners[role]
-        mini.require(loss.columns, Verb.UPDATE)
+    def _post_update(self, role: RoleName, mini: Batch, step: int, verb: Verb = Verb.UPDATE) -> Call:
+        """Loss and gradients of the mini-batch; weights are not changed yet. `verb` EVALUATE: the loss alone."""
+        loss, group = self.loss_of(role), self.learners[role]
+        mini.require(loss.columns, verb)
         needed, shards = mini.only(loss.columns), self._shares(mini, group)
         body = bodies.Update(loss=loss, scale=self.loss_scale(mini))
-        return group.post(Verb.UPDATE, body, tensors=[needed.select(shard).columns for shard in shards], step=step)
-
-    def check_gap(self, batch: Batch, gap: Gap, step: int) -> None:
-        """Refuse to learn from samples on which sampler and trainer disagree. Raises LogprobGapError."""
-        if not self.gap_limits.broken_by(gap):
-            return
-        if "old_logprob_T" not in batch:  # the trainer's are still the current ones
-            batch = batch.with_columns(**self.compute({"old_logprob_T": self.logprobs_of(self.actor)}, batch, step))
-        raise self.gap_limits.stop(gap, batch, batch["old_logprob_T"], step)
-
-    def not_finite(self, role: RoleName, found: str, mini: Batch, step: int) -> NotFiniteError:
-        """The error of a mini-batch whose loss, of which `found` says what is wrong, is not finite."""
-        if self.learners[role] is not self.actor:
-            return finite_check.of_value_update(found, mini)
-        now_T = self.compute({"now": self.logprobs_of(self.actor)}, mini, step)["now"]
-        return finite_check.of_update(found, mini, now_T)
-
-    def loss_scale(self, mini: Batch) -> bodies.Scale:
-        """Global counts of a mini-batch: what every rank divides by."""
-        tokens_B = mini.sum_by_sequence("loss_mask_T")
-        return bodies.Scale(
-            num_loss_tokens=int(tokens_B.sum()),
-            num_sequences=int((tokens_B > 0).sum()),
-            max_response_tokens=self.spec.data.max_response_tokens,
-        )
-
-    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
-
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write the driver's files of a checkpoint; returns its state."""
-        return {**self.queue.save(folder), **self.kl.save()}
-
-    def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
-        """Go on from what `save` left; returns how many samples drawn ahead were too old, by step."""
-        self.kl.restore(state)
-        return self.queue.restore(folder, state)
-
-    def begin_at(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on with the prompts that come after what another run's `save` left. What it had drawn ahead, and how it
-        steered β, are that run's own."""
-        self.queue.restore(folder, {"position": state["position"]})
-
-    # ── evaluation ────────────────────────────────────────────────────────────────────────────────
-
-    def evaluate(self, step: int, arrived: Arrived | None = None) -> StepRecord:
-        """Metrics of every set of prompts, with the weights after `step` steps, and all of the completions. `arrived`
-        is told of each set how many completions of all are here."""
-        self.send_weights(step)
-        record = StepRecord({}, [])
-        for one in self.spec.evaluations:
-            self.sync.resend_if_asleep(step)  # a reward model may have graded the set before
-            with self.phase("rollout", step, f"evaluation {one.name}"):
-                self._evaluate(one, step, record, arrived)
-        return record
-
-    def _evaluate(self, one: Evaluation, step: int, record: StepRecord, arrived: Arrived | None) -> None:
-        sampler, passes = self.sampler, one.passes(self.spec.reward.terms)
-        if one.name not in self.eval_prompts:
-            self.eval_prompts[one.name] = sampler.held_out(one, step)
-        on_arrival = partial(arrived or (lambda evaluation, arrived, total: None), one)
-        prompts, sampling = self.eval_prompts[one.name], sampler.measured(one)
-        drawn = sampler.start(prompts, sampling, step, "eval", on_arrival=on_arrival).finish()
-        found = eval_metrics.evaluated(drawn, passes)
-        record.metrics.update({f"eval/{one.name}/{name}": value for name, value in found.items()})
-        solved: dict[int, dict[str, bool]] = {}
-        if passes is not None:
-            passed_B = eval_metrics.passed(drawn, passes)
-            solved = {int(id_): {"passed": bool(was)} for id_, was in zip(drawn.batch["id_B"], passed_B, strict=True)}
-        samples = drawn.scored.samples
-        record.samples.extend({"name": one.name, **sample, **solved.get(sample["id"], {})} for sample in samples)
-
-
-def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:
-    """Indices of each mini-batch, ascending: equal pieces, each with an equal share of every group.
-
-    All prompts in every optimizer step make its gradient steadier than a few whole groups would (the quickstart ends
-    at 0.97 instead of 0.90), and what a group has in a mini-batch still shares its prompt.
-    """
-    if pieces == 1:
-        return [np.arange(len(group_B))]
-    order = np.random.default_rng(seed).permutation(len(group_B))
-    _, inverse_B = np.unique(group_B[order], return_inverse=True)
-    by_group = np.argsort(inverse_B, kind="stable")
-    starts_G = np.cumsum(np.bincount(inverse_B)) - np.bincount(inverse_B)
-    member_B = np.empty(len(group_B), dtype=np.int64)  # how many of its group come before it, in random order
-    member_B[by_group] = np.arange(len(group_B)) - starts_G[inverse_B[by_group]]
-    return [np.sort(piece) for piece in np.array_split(order[np.argsort(member_B, kind="stable")], pieces)]
+        return group.post(verb, body, tensors=[needed.select(shard).columns for shard in shards], step=step)

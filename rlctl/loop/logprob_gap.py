@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from specs.errors import LogprobGapError
 from specs.schema.metric import Metric
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ACTOR, ROLLOUT
-from specs.schema.spec import Spec
 from specs.wire.batch import Batch
 
 KEPT_COLUMNS = ("tokens_T", "loss_mask_T", "rollout_logprob_T", "id_B", "row_B", "group_B", "rollout_B")
@@ -38,7 +38,7 @@ _HINT = (
 _LEARNED_A_STEP_WARN, _LEARNED_A_STEP_STOP = 0.5, 1.0
 
 
-def gap_limits(spec: Spec) -> tuple[float | None, float | None]:
+def gap_limits(spec: RlSpec) -> tuple[float | None, float | None]:
     """Return the mean gaps between sampler and trainer above which to warn and to stop; None: never.
 
     With `top_p` the sampler's log-probs are those of a set with at least that much probability, so that they lie up to

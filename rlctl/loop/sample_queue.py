@@ -2,7 +2,7 @@
 the actor trains.
 
 The *version* of weights is the number of steps that the actor had finished when they were sent; a sample's *staleness*
-in step s is s - 1 - version. (First steps in which a critic learns alone count as finished: `Spec.weights_version`.)
+in step s is s - 1 - version. (First steps in which a critic learns alone count as finished: `RlSpec.weights_version`.)
 When the last batch that was sent out is the next to be learned from, the weights are
 synced, and the n batches after it go out together:
 
@@ -36,7 +36,7 @@ from rlctl.loop.dynamic_sampling import missing_groups, with_signal
 from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Greedy, PromptBatch, Sampler, Scored, Thrown
 from specs.errors import CheckpointError
 from specs.schema.metric import Metric, metrics
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 from specs.wire.batch import Batch
 from specs.wire.bodies import PromptsDrawn
 
@@ -83,7 +83,7 @@ class SampleQueue:
     """The line of batches, the next to be trained on first. Prompts of a batch leave the data's cursor behind them
     when they are sent out."""
 
-    spec: Spec
+    spec: RlSpec
     sampler: Sampler
     position: int = 0  # the data cursor after the newest batch in line, or after the last that was trained on
     line: deque[Planned] = field(default_factory=deque)

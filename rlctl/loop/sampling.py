@@ -16,8 +16,9 @@ from rlctl.loop.scores.graders import HOME, Graders, Grading
 from rlctl.loop.scores.term_scores import TermScores, add_up, of_judges
 from rlctl.processes.calls import RanksFailed
 from specs.schema.metric import Metric, metrics
+from specs.schema.recipes import RlSpec
 from specs.schema.rewards import MAX_SCORE
-from specs.schema.spec import RewardSection, Spec
+from specs.schema.spec import RewardSection
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.bodies import PromptsDrawn, Row, What
@@ -70,7 +71,7 @@ class Sampler:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: RlSpec,
         data: Group,
         rollout: Group,
         reward: Group,

@@ -86,6 +86,7 @@ class RankReport:
     stepped: Stepped
 
 
+_NO_STEP = Stepped(grad_norm=0.0, lr=0.0, skipped=False, peak_GiB=0.0)
 RankReports = Sequence[Sequence[RankReport]]  # [optimizer step][rank]
 Updates = dict[RoleName, list[list[RankReport]]]  # of each role that learned in a step
 
@@ -122,9 +123,7 @@ def collect(
         **(scored.greedy.metrics() if scored.greedy else {}),
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
         **{f"reward/{name}": value for name, value in scored.counts.items()},
-        **{key: value for role in updates for key, value in update_metrics(role, losses[role], updates[role]).items()},
-        **_imbalance(updates.values()),
-        **_work([report for reports in updates.values() for ranks in reports for report in ranks]),
+        **of_updates(losses, updates),
         **_explained(batch, scored),
         "rollout/length_mean": float(tokens_R.mean()),
         "rollout/length_max": int(tokens_R.max()),
@@ -135,6 +134,21 @@ def collect(
         **times,
         "perf/tokens_per_s": batch.num_tokens / times["time/step_s"],
     }
+
+
+def of_updates(losses: Mapping[RoleName, AnyLoss], updates: Mapping[RoleName, RankReports]) -> dict[str, Any]:
+    """Return what the losses of roles that learned declare, and what all ranks computed together."""
+    return {
+        **{key: value for role in updates for key, value in update_metrics(role, losses[role], updates[role]).items()},
+        **_imbalance(updates.values()),
+        **_work([report for reports in updates.values() for ranks in reports for report in ranks]),
+    }
+
+
+def of_loss(loss: AnyLoss, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what a loss declares, of the ranks' reports of one batch that nothing learned from."""
+    reports = [RankReport(of_rank, _NO_STEP) for of_rank in sums]
+    return {metric.name: _reduced(metric, [reports]) for metric in loss.metrics}
 
 
 def _repeated(batch: Batch) -> float:

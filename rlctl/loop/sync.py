@@ -19,9 +19,10 @@ from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
 from specs.rounding import Tolerance
 from specs.schema.metric import Metric, metrics
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import DType
 from specs.schema.roles import ACTOR, ROLLOUT
-from specs.schema.spec import Spec, WeightForm
+from specs.schema.spec import WeightForm
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -57,7 +58,7 @@ METRICS: tuple[Metric, ...] = metrics(
 )
 
 
-def probe_tolerance(spec: Spec) -> Tolerance:
+def probe_tolerance(spec: RlSpec) -> Tolerance:
     """Return what the behaviour probe allows."""
     if spec.rollout.max_probe_gap is not None:
         return Tolerance(spec.rollout.max_probe_gap)

@@ -17,6 +17,7 @@ from specs.schema.engines.engine_table import answered
 from specs.schema.engines.transformers_tables import KEPT_OF_MLP, TrainedHere
 from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR
 from specs.schema.rank_groups import axis_of, devices_of_a_process, sequence_parallel_of
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 
@@ -79,7 +80,11 @@ def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
         if len(open_) < len(asked):  # else no formula needs the model's shape
             model = find_model(spec, name, spec_dir)
             source = model.tensors.source
-            for part in (_rollout if ROLES[name].samples else _trainer)(spec, name, section, model, gpu_GiB):
+            if isinstance(spec, RlSpec) and ROLES[name].samples:
+                of_engine = _rollout(spec, section, model, gpu_GiB)
+            else:
+                of_engine = _trainer(spec, name, section, model)
+            for part in of_engine:
                 # What a trainer has while it learns, a model that only scores has while it scores.
                 held = replace(part, phases=SCORING) if scores and part.phases != ALWAYS else part
                 shares = spec.colocated and not ROLES[name].samples
@@ -93,19 +98,19 @@ def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
         yield RoleMemory(name, engine.kind, section.processes, device, width, tuple(parts), source, open_)
 
 
-def _rollout(spec: Spec, role: RoleName, section: Any, model: Model, gpu_GiB: float) -> Iterator[Part]:
+def _rollout(spec: RlSpec, section: Any, model: Model, gpu_GiB: float) -> Iterator[Part]:
     yield from section.engine.memory(replica_of(spec, model.tensors, model.facts, gpu_GiB=gpu_GiB)) or ()
     if spec.sync.delta:
         yield _last_weights(spec, model, "cuda" if section.devices else "cpu")
 
 
-def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, gpu_GiB: float) -> Iterator[Part]:
+def _trainer(spec: Spec, role: RoleName, section: Any, model: Model) -> Iterator[Part]:
     device = "cuda" if section.devices else "cpu"
     yield from section.engine.memory(held_trainer(spec, role, model.tensors)) or ()
     if section.engine.model_of == "transformers":
         work = _pass(spec, role, section, model, device, min(longest_share(spec, role), section.micro_batch_tokens))
-        yield from learning_parts(work) if ROLES[role].learns else scoring_parts(work)
-        if role == ACTOR:
+        yield from learning_parts(work) if spec.learns(role) else scoring_parts(work)
+        if role == ACTOR and isinstance(spec, RlSpec):
             yield from _sync(spec, model, device)
 
 
@@ -133,14 +138,14 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         mlp_tensors=KEPT_OF_MLP if here is None else here.mlp_tensors(model.facts),
         head_norms=model.tensors.norms_heads,
         offloaded=getattr(section, "activation_offload", False) and device != "cpu",
-        head=ROLES[role].head,
+        head=spec.head(role),
         trains_head=getattr(section, "lora", None) is None,
         adds_head_gradient=here is not None and here.adds_gradients_in_place(spec.dtype(role)),
-        entropy=spec.loss.entropy_coef != 0 or (here is not None and here.always_entropy),
+        entropy=getattr(spec.losses.get(role), "entropy_coef", 0) != 0 or (here is not None and here.always_entropy),
     )
 
 
-def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
+def _sync(spec: RlSpec, model: Model, device: str) -> Iterator[Part]:
     """Count a weight that is whole for a moment, in fp32 and as it travels, and the transport's ring or two buckets."""
     size = DTYPE_BYTES[spec.dtype(ROLLOUT)]
     phases: frozenset[Moment] = frozenset({"sync"})
@@ -157,7 +162,7 @@ def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
     yield Part("buckets", 2 * bucket, phases, host=travels_on_host, first_rank=True)
 
 
-def _last_weights(spec: Spec, model: Model, device: str) -> Part:
+def _last_weights(spec: RlSpec, model: Model, device: str) -> Part:
     """Count the weights that changes are counted from, at either end."""
     nbytes = model.tensors.elements * DTYPE_BYTES[spec.dtype(ROLLOUT)]
     return Part("weights sent last", nbytes, exact=True, host=device != "cpu")

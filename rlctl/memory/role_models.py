@@ -17,6 +17,7 @@ from specs.model_facts import ModelFacts, merged_config, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.held_model import HeldTrainer, Replica
 from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -89,7 +90,7 @@ def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrain
         dtype=spec.dtype(role),
         ranks=section.processes,
         device="cuda" if section.devices else "cpu",
-        optimizer=section.optimizer if ROLES[role].learns else None,
+        optimizer=section.optimizer if spec.learns(role) else None,
         lora=getattr(section, "lora", None),
         several_micro_batches=longest_share(spec, role) > section.micro_batch_tokens,
     )
@@ -100,14 +101,14 @@ def longest_share(spec: Spec, role: RoleName) -> int:
     learns. At least its part of the longest sequence."""
     section: Any = spec.role(role)
     samples = spec.samples_per_step
-    if ROLES[role].learns:
-        samples //= spec.algorithm.mini_batches_per_step
+    if spec.learns(role):
+        samples //= spec.mini_batches_per_step
     longest = int(getattr(section, "max_sequence_tokens", None) or spec.max_sequence_tokens)
     of_all, processes = samples * longest * ranks_of_a_row(section), int(section.processes)
     return max(ceil(longest / sequence_parallel_of(section)), of_all // processes)
 
 
-def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, gpu_GiB: float) -> Replica:
+def replica_of(spec: RlSpec, tensors: ModelTensors, facts: ModelFacts, *, gpu_GiB: float) -> Replica:
     """Return what a replica of this spec's rollout holds."""
     rollout = spec.rollout
     return Replica(

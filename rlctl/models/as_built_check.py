@@ -93,17 +93,16 @@ def _learner(model: ModelBuilt) -> str:
 def _across_roles(spec: Spec, models: Mapping[RoleName, ModelBuilt | None]) -> Iterator[str]:
     """Yield where actor and rollout are not the same model, another trainer does not read the same tokens, or a frozen
     one without a path of its own is not the actor's start."""
-    actor, rollout = models[ACTOR], models[ROLLOUT]
+    actor, rollout = models[spec.lead], models.get(ROLLOUT)
     assert actor is not None
-    assert rollout is not None
     for what in ("parameters", "hidden_size", "layers", "vocab_size", "tied_embeddings"):
-        if getattr(actor, what) != getattr(rollout, what):
+        if rollout is not None and getattr(actor, what) != getattr(rollout, what):
             yield f"rollout: {what}: actor has {getattr(actor, what)}, rollout {getattr(rollout, what)}"
-    expected = "all parameters" if spec.actor.lora is None else "adapters"
+    expected = "all parameters" if spec.lead_section.lora is None else "adapters"
     if _learner(actor) != expected:
-        yield f"actor: trainable parameters: expected {expected}, built {_learner(actor)}"
+        yield f"{spec.lead}: trainable parameters: expected {expected}, built {_learner(actor)}"
     for role, model in models.items():
-        if role == ACTOR or model is None or not (ROLES[role].is_trainer and ROLES[role].same_tokens):
+        if role == spec.lead or model is None or not (ROLES[role].is_trainer and ROLES[role].same_tokens):
             continue
         if model.vocab_size != actor.vocab_size:
             yield f"{role}: vocab_size: actor has {actor.vocab_size}, {role} {model.vocab_size}"

@@ -14,7 +14,7 @@ from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
 from specs.model_facts import LAYER_KINDS, merged_config, positions_of, tokens_of_one_rope
-from specs.schema.roles import ACTOR, ROLES, RoleName
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -31,9 +31,12 @@ class ModelCheck:
     hand."""
 
     def __init__(self, spec: Spec, role: RoleName, spec_dir: Path) -> None:
-        self.key, self.path = "model.path" if role == ACTOR else f"{role}.model", spec.model_path(role)
-        self._role, self._bigram = ROLES[role], spec.actor.engine.model_of == "bigram"
-        self._from_scratch = role == ACTOR and (spec.model.from_scratch or self._bigram)
+        self.key, self.path = (
+            "model.path" if role == spec.lead and not getattr(spec.lead_section, "model", "") else f"{role}.model",
+            spec.model_path(role),
+        )
+        self._role, self._bigram = ROLES[role], spec.lead_engine.model_of == "bigram"
+        self._from_scratch = role == spec.lead and (spec.model.from_scratch or self._bigram)
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self.config: dict[str, Any] = {}

@@ -25,11 +25,14 @@ load_tokenizer = cache(TokenizerFile)  # of a model folder
 def reference_of(spec: Spec) -> tuple[str, str]:
     """Return the path of the reference model, empty where none is loaded, and why it is that one."""
     if not spec.needs_ref:
-        return "", "algorithm.kl_coef is 0: not loaded"
+        return "", spec.why_no_ref
     if spec.ref_is_actor:
         return "", "the actor without its adapters: no second model is loaded"
-    own = spec.ref is not None and spec.ref.model
-    return (own, "set by ref.model") if own else (spec.model.path, "the actor's starting weights")
+    if spec.own_ref_model:
+        return spec.own_ref_model, "set by ref.model"
+    if spec.precomputes_ref:
+        return "", "the actor before it learns: no second model is loaded"
+    return spec.model.path, "the actor's starting weights"
 
 
 def tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
@@ -134,7 +137,7 @@ def chat_template_of(folder: Path) -> ChatTemplate:
 
 def chat_problems(spec: Spec, folder: Path) -> Iterator[Problem]:
     """Yield a chat template that the spec needs and the actor's model, in `folder`, does not have."""
-    data, found = spec.data, chat_template_of(folder)
+    data, found = spec.data_section, chat_template_of(folder)
     lacks = f"the tokenizer of {spec.model.path} has no chat template"
     if data.chat == "never" or found.text:
         return

@@ -14,6 +14,7 @@ from rlctl.models.tokenizer_files import chat_template_of, load_tokenizer
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import NotHere, Problem
 from specs.load.keys import closest
+from specs.schema.recipes import RlSpec
 from specs.schema.rewards import compares_answer, judged_columns
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
@@ -28,11 +29,13 @@ _ONE_FILE = "name one file; rows of several can be joined"
 
 def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
     """Return errors and warnings about the data that a spec names."""
-    sources = [("data.train", spec.data.train)]
+    sources = [*spec.data_section.named.items()]
     sources += [(f"{one.key}.data", one.data) for one in spec.evaluations if one.data]
     errors = [problem for key, source in sources for problem in _source(key, source, spec_dir)]
     warnings = [] if errors else [problem for key, source in sources for problem in _to_download(key, source)]
     if errors:
+        return errors, warnings
+    if not isinstance(spec, RlSpec):
         return errors, warnings
     for finding in _first_prompts(spec, spec_dir):
         problem = Problem(finding.key, finding.message, finding.hint, finding.value)
@@ -95,7 +98,7 @@ def _similar_file(file: Path) -> str:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _first_prompts(spec: Spec, spec_dir: Path) -> list[Finding]:
+def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
     """Look at the first rows, with the model's tokenizer and chat template where these are on this machine. Without
     them, or where they are broken, which is reported of the model, rows are only parsed."""
     folder = model_folder(spec.model.path, spec_dir)
@@ -115,7 +118,7 @@ def _first_prompts(spec: Spec, spec_dir: Path) -> list[Finding]:
         return [*first_findings(config, codec, chats)]
 
 
-def _data_config(spec: Spec, spec_dir: Path) -> DataConfig:
+def _data_config(spec: RlSpec, spec_dir: Path) -> DataConfig:
     """Return what the data role would be told, as far as it matters for the first rows."""
     return DataConfig(
         model_path=spec.model.path,
@@ -130,7 +133,7 @@ def _data_config(spec: Spec, spec_dir: Path) -> DataConfig:
     )
 
 
-def _held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
+def _held_out(spec: RlSpec, spec_dir: Path) -> list[Problem]:
     """Find sets that leave no row of `data.train` to train on. Reads only as many rows as it needs."""
     held = next((one for one in spec.evaluations if not one.data), None)
     if held is None or is_hub_data(spec.data.train):

@@ -32,8 +32,9 @@ from specs.model_facts import model_facts
 from specs.rules.all_rules import with_values
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
+from specs.schema.roles import ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -52,16 +53,21 @@ def file_problems(
     """
     errors, warnings, config = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
-    errors += [*_new(data_errors, errors), *function_problems(spec, spec_dir), *hostfile_problems(spec, spec_dir)]
+    errors += [*_new(data_errors, errors), *hostfile_problems(spec, spec_dir)]
     errors += choice_problems(spec, spec_dir, elsewhere=True)
+    if isinstance(spec, RlSpec):
+        errors += function_problems(spec, spec_dir)
     warnings += data_warnings
-    lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()), *key_problems(spec)]
+    lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver())]
+    lacking += key_problems(spec) if isinstance(spec, RlSpec) else []
     lacking += _new(choice_problems(spec, spec_dir), errors)
     if elsewhere:
         lacking = [NotHere(one.key, one.message, one.hint, one.value) for one in [*lacking, *_devices(spec)]]
     else:
         (errors if starting else warnings).extend(_devices(spec))
-    errors += [*lacking, *(address_problems(spec) if starting and not [*errors, *lacking] else [])]
+    errors += lacking
+    if starting and isinstance(spec, RlSpec) and not errors:
+        errors += address_problems(spec)
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     where = run_dir or spec.run.place
     machine_errors, machine_warnings = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
@@ -82,17 +88,17 @@ def _new(found: Iterable[Problem], known: Sequence[Problem]) -> list[Problem]:
 
 def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], dict[str, Any]]:
     """Return errors and warnings, and the main model's config.json ({} if it cannot be read)."""
-    main = ModelCheck(spec, ACTOR, spec_dir)
+    main = ModelCheck(spec, spec.lead, spec_dir)
     own = [role for role, section in spec.sections() if getattr(section, "model", "")]
-    others = {role: ModelCheck(spec, role, spec_dir) for role in own if role in spec.roles}
+    others = {role: ModelCheck(spec, role, spec_dir) for role in own if role in spec.roles and role != spec.lead}
     checks = [main, *others.values()]
     errors = [problem for check in checks for problem in check.problems]
     if main.folder is not None:
         errors += [*chat_problems(spec, main.folder), *_lone_tokenizer(spec, spec_dir, main.folder)]
     for role, other in others.items():
         errors += _kinship(main, other) if ROLES[role].same_tokens else _no_conversations(spec, main, other)
-    if spec.actor.engine.model_of != "bigram":
-        errors += shard_problems(spec, main.config)
+    if spec.lead_engine.model_of != "bigram":
+        errors += shard_problems(spec, main.config) if isinstance(spec, RlSpec) else []
         for role, section in spec.sections():
             errors += _shapes(role, section, others.get(role, main).config)
         for role, lora in spec.adapters():
@@ -113,7 +119,7 @@ def _lone_tokenizer(spec: Spec, spec_dir: Path, folder: Path) -> Iterator[Proble
 
 def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
     """Yield a model that scores conversations and has no template for them."""
-    if spec.data.chat == "never" or main.folder is None or other.folder is None:
+    if spec.data_section.chat == "never" or main.folder is None or other.folder is None:
         return
     if chat_template_of(main.folder).text and not chat_template_of(other.folder).text:
         message = "its tokenizer has no chat template, and prompts are conversations"

@@ -18,6 +18,7 @@ from rlctl.show.tracking import missing_package
 from specs.errors import NotHere, Problem
 from specs.memory_parts import GIB
 from specs.model_facts import model_facts
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 
@@ -41,7 +42,7 @@ def machine_problems(
 
 def _ports(spec: Spec) -> list[Problem]:
     """Find a port that is taken where the ranks of roles on several nodes are to meet, on this host."""
-    if spec.cluster is None or spec.actor.nodes == 1:
+    if spec.cluster is None or spec.lead_section.nodes == 1:
         return []
     port = spec.cluster.port
     with socket.socket() as probe:
@@ -60,11 +61,12 @@ def _ports(spec: Spec) -> list[Problem]:
 def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> Iterator[Problem]:
     """Find folders that the run cannot write to, or make."""
     named = {"run.dir": run_dir.parent}
-    if spec.sync.folder:
-        named["sync.folder"] = spec_dir / Path(spec.sync.folder).expanduser()
-    weights_dir = Path(getattr(spec.rollout.engine, "weights_dir", ""))
-    if weights_dir.is_absolute():
-        named["rollout.engine.weights_dir"] = weights_dir
+    if isinstance(spec, RlSpec):
+        if spec.sync.folder:
+            named["sync.folder"] = spec_dir / Path(spec.sync.folder).expanduser()
+        weights_dir = Path(getattr(spec.rollout.engine, "weights_dir", ""))
+        if weights_dir.is_absolute():
+            named["rollout.engine.weights_dir"] = weights_dir
     for key, folder in named.items():
         place = nearest_existing(folder)
         writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total
@@ -100,7 +102,7 @@ def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:
     facts, tensors, total = model_facts(config), tensors_of_config(config), 0
     for role in spec.roles if facts and tensors else ():
         section: Any = spec.role(role)
-        whole = ROLES[role].learns and getattr(section, "lora", None) is None
+        whole = spec.learns(role) and getattr(section, "lora", None) is None
         if facts and tensors and whole and spec.model_path(role) == spec.model.path:
             own = tensors if ROLES[role].head == "lm" else tensors.with_score_layer(facts.hidden_size)
             total += (section.engine.checkpoint_bytes or 0) * own.elements

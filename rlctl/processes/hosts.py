@@ -19,6 +19,7 @@ from rlctl.processes.remote_check import Questions, checksum_of, sizes_in, this_
 from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
+from specs.schema.recipes import RlSpec
 from specs.schema.rewards import Function
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ROLES, RoleName
@@ -136,9 +137,9 @@ def _way_to(host: str) -> str:
 
 def _files_of(role: RoleName, spec: Spec, spec_dir: Path) -> dict[str, str]:
     """Files of the user's own that ranks of a role run, with their checksums."""
-    paths = [*spec.algorithm.own_functions.values()] if ROLES[role].learns else []
+    paths = [*spec.own_functions.values()] if spec.learns(role) else []
     if ROLES[role].holds == "scorer":
-        paths = [term.path for term in spec.reward.terms if isinstance(term, Function)]
+        paths = [term.path for term in spec.reward_terms if isinstance(term, Function)]
     files = [spec_dir / Path(path.rpartition(":")[0]).expanduser() for path in paths]
     sources = {os.path.abspath(source) for file in files for source in reward_sources(file) if source.is_file()}
     return {path: checksum_of(path) for path in sorted(sources)}
@@ -146,8 +147,8 @@ def _files_of(role: RoleName, spec: Spec, spec_dir: Path) -> dict[str, str]:
 
 def _written_to(spec: Spec, spec_dir: Path, run_dir: Path) -> list[str]:
     """Return the folders that ranks of all hosts write to or read from, as far as they are there already."""
-    sent = choose_transport(spec)[0] == "folder" and spec.sync.folder
-    folders = [run_dir, *([spec_dir / Path(spec.sync.folder).expanduser()] if sent else [])]
+    sent = isinstance(spec, RlSpec) and choose_transport(spec)[0] == "folder" and spec.sync.folder
+    folders = [run_dir, *([spec_dir / Path(sent).expanduser()] if sent else [])]
     return [str(_existing(folder)) for folder in folders]
 
 

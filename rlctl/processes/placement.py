@@ -14,8 +14,9 @@ from pathlib import Path
 from rlctl.preflight.hostfile import Host, hosts_of
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import ACTOR, ROLES, RoleName
+from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.sections import ClusterSection
 from specs.schema.spec import Spec
 
@@ -130,7 +131,9 @@ def make_plan(
     beyond = (address or cluster.address or UNKNOWN_ADDRESS) if several else ""
     hosts = hosts_of(spec, spec_dir, elsewhere=elsewhere)
     at_once = 2 if _work_at_once(spec) else 1
-    for_transport = _without_expandable_segments() if choose_transport(spec)[0] == "cuda_ipc" else {}
+    for_transport = {}
+    if isinstance(spec, RlSpec) and choose_transport(spec)[0] == "cuda_ipc":
+        for_transport = _without_expandable_segments()
     planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once, for_transport)
     return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), spec.colocated, beyond)
 
@@ -328,4 +331,5 @@ def _has_loopback_interface() -> bool:
 
 def _work_at_once(spec: Spec) -> bool:
     """Return whether actor and rollout compute on the CPU at the same time."""
-    return spec.rollout.max_staleness > 0 and not (spec.actor.devices or spec.rollout.devices)
+    ahead = isinstance(spec, RlSpec) and spec.rollout.max_staleness > 0
+    return ahead and not (spec.gpus(ACTOR) or spec.gpus(ROLLOUT))

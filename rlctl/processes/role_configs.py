@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.paths import resolve_model
+from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.rewards import compares_answer, judged_columns, reads_whole_rows
 from specs.schema.roles import DATA, HEADS_OF_FILES, REWARD, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
@@ -15,6 +16,7 @@ from specs.wire.role_config import (
     ModelConfig,
     RewardConfig,
     RolloutConfig,
+    RowsConfig,
     ScoreText,
     TrainConfig,
 )
@@ -30,32 +32,39 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
     """Return the body of the `build` verb for every role of the run."""
     paths = model_paths(spec, spec_dir)
     configs: dict[RoleName, TrainConfig | RolloutConfig | DataConfig | RewardConfig] = {
-        DATA: _data(spec, paths[DATA], spec_dir),
-        REWARD: _reward(spec, paths, spec_dir, run_dir),
-        ROLLOUT: _rollout(spec, paths[ROLLOUT]),
+        DATA: data_config(spec, paths[DATA], spec_dir)
     }
+    if isinstance(spec, RlSpec):
+        configs |= {REWARD: _reward(spec, paths, spec_dir, run_dir), ROLLOUT: _rollout(spec, paths[ROLLOUT])}
     configs |= {role: _trainer(spec, role, paths[role]) for role in spec.roles if ROLES[role].is_trainer}
     return {role: config.model_dump(mode="json") for role, config in configs.items()}
 
 
-def _data(spec: Spec, path: str, spec_dir: Path) -> DataConfig:
+def data_config(spec: Spec, path: str, spec_dir: Path) -> DataConfig:
+    """Return what the data role reads, with the tokenizer at `path`."""
+    about: dict[str, Any] = {
+        "model_path": path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "spec_dir": str(spec_dir),
+        "seed": spec.run.seed,
+    }
+    if isinstance(spec, RowsSpec):
+        return DataConfig(rows=RowsConfig(rows=spec.data, eval=spec.eval, unit=spec.objective.unit), **about)
+    assert isinstance(spec, RlSpec)
     terms = spec.reward.terms
     judged = judged_columns(terms)
     return DataConfig(
-        model_path=path,
-        trust_remote_code=spec.model.trust_remote_code,
-        spec_dir=str(spec_dir),
         data=spec.data,
         evals=spec.evaluations,
         needs_answer=compares_answer(terms),
         tells_messages=spec.needs_reward_model,
         needs_columns=judged,
         row_columns=None if reads_whole_rows(terms) else tuple(dict.fromkeys((spec.data.answer_column, *judged))),
-        seed=spec.run.seed,
+        **about,
     )
 
 
-def _reward(spec: Spec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: Path) -> RewardConfig:
+def _reward(spec: RlSpec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: Path) -> RewardConfig:
     return RewardConfig(
         model_path=paths[REWARD],
         trust_remote_code=spec.model.trust_remote_code,
@@ -69,7 +78,7 @@ def _reward(spec: Spec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: 
     )
 
 
-def _rollout(spec: Spec, path: str) -> RolloutConfig:
+def _rollout(spec: RlSpec, path: str) -> RolloutConfig:
     return RolloutConfig(
         model=_model(spec, ROLLOUT, path),
         engine=spec.rollout.engine,
@@ -86,33 +95,33 @@ def _trainer(spec: Spec, role: RoleName, path: str) -> TrainConfig:
         role=role,
         model=_model(spec, role, path),
         engine=section.engine,
-        optimizer=section.optimizer if ROLES[role].learns else None,
+        optimizer=section.optimizer if spec.learns(role) else None,
         lora=getattr(section, "lora", None),
         total_optimizer_steps=spec.optimizer_steps(role),
         micro_batch_tokens=section.micro_batch_tokens,
         sequence_parallel=section.sequence_parallel,
         gradient_checkpointing=getattr(section, "gradient_checkpointing", False),
         activation_offload=getattr(section, "activation_offload", False),
-        temperature=spec.rollout.temperature,
+        temperature=spec.rollout.temperature if isinstance(spec, RlSpec) else 1.0,
     )
 
 
 def _model(spec: Spec, role: RoleName, path: str) -> ModelConfig:
-    own_path = spec.model_path(role) != spec.model.path
+    own_path, head = spec.model_path(role) != spec.model.path, spec.head(role)
     return ModelConfig(
         path=path,
-        from_scratch=spec.model.from_scratch and not own_path and ROLES[role].head not in HEADS_OF_FILES,
+        from_scratch=spec.model.from_scratch and not own_path and head not in HEADS_OF_FILES,
         seed=spec.run.seed,
         dtype=spec.dtype(role),
         attn_implementation=spec.attention(role),
         trust_remote_code=spec.model.trust_remote_code,
         device="cuda" if spec.role(role).devices else "cpu",
         max_sequence_tokens=spec.longest_tokens(role),
-        head=ROLES[role].head,
+        head=head,
     )
 
 
-def _score_text(spec: Spec, paths: Mapping[RoleName, str]) -> ScoreText | None:
+def _score_text(spec: RlSpec, paths: Mapping[RoleName, str]) -> ScoreText | None:
     """Return how samples become tokens of the run's reward model."""
     if not spec.needs_reward_model:
         return None

@@ -34,8 +34,8 @@ from specs.errors import Interrupted, SpecError, UsageError
 from specs.json_file import read_object
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PLAIN
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ACTOR, CRITIC, REF
-from specs.schema.spec import Spec
 from specs.terminal import json_text
 from specs.wire import bodies
 from specs.wire.messages import Verb
@@ -65,8 +65,10 @@ def evaluate(
     model = str(folder.absolute()) if folder.exists() else what  # the spec's own paths start elsewhere
     more = [] if run_dir else [f"model.path={json.dumps(model)}", "model.from_scratch=false"]
     spec = load_spec(source.path, [*overrides, *more], lambda note: None)
-    if spec.eval is None:
-        raise UsageError(f"{source.path} has no [eval]", hint="add it: which prompts, how many, how they are completed")
+    if not isinstance(spec, RlSpec) or spec.eval is None:
+        raise UsageError(
+            f"{source.path} has no [eval] of prompts", hint="add it: which prompts, how many, how they are completed"
+        )
     checkpoint = find(run_dir, step) if run_dir else None
     done = checkpoint.step if checkpoint else 0
     if run_dir is not None and checkpoint is not None:
@@ -104,14 +106,14 @@ def evaluate(
     return 0
 
 
-def without_learning(spec: Spec, *, adapters: bool) -> Spec:
+def without_learning(spec: RlSpec, *, adapters: bool) -> RlSpec:
     """Return the spec with what sampling and grading need: no reference, no critic. `adapters`: whether the actor has
     its own; a model of its own has none."""
     actor = spec.actor if adapters else spec.actor.model_copy(update={"lora": None})
     return spec.model_copy(update={"algorithm": PLAIN, ACTOR: actor, REF: None, CRITIC: None, "tracking": ()})
 
 
-def _check_held_out(run_dir: Path, spec: Spec) -> None:
+def _check_held_out(run_dir: Path, spec: RlSpec) -> None:
     """Raises UsageError where rows that the run trained on would count as held out."""
     apart, now = held_out(read_object(run_dir / "resolved.json")), held_out(spec.resolved())
     if now > apart:
@@ -147,7 +149,7 @@ def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: E
         return driver.evaluate(done, progress.arrived)
 
 
-def table(spec: Spec, metrics: Mapping[str, Any]) -> Table:
+def table(spec: RlSpec, metrics: Mapping[str, Any]) -> Table:
     """Return a column for each set, a row for each metric."""
     sets = eval_keys.by_set(metrics)
     counts = {one.name: f"{one.prompts} × {one.samples_per_prompt}" for one in spec.evaluations}
@@ -161,7 +163,7 @@ def table(spec: Spec, metrics: Mapping[str, Any]) -> Table:
     return shown
 
 
-def _called(metric: str, spec: Spec) -> str:
+def _called(metric: str, spec: RlSpec) -> str:
     """Name a metric for a person; `term_0` says which term that is."""
     index = metric.removeprefix("term_")
     if index == metric or not index.isdecimal():

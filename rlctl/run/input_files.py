@@ -64,9 +64,9 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
         file = spec_dir / Path(source).expanduser()
         if file.is_file():
             yield key, spec_dir, [file]
-    terms = enumerate(spec.reward.terms)
+    terms = enumerate(spec.reward_terms)
     code = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
-    code |= {f"algorithm.{key}": path for key, path in spec.algorithm.own_functions.items()}
+    code |= spec.own_functions
     for key, path in code.items():
         file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
         yield key, spec_dir, [source for source in reward_sources(file) if source.is_file()]
@@ -80,7 +80,7 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
 
 def _data(spec: Spec) -> list[tuple[str, str]]:
     evaluated = [(f"{evaluation.key}.data", evaluation.data) for evaluation in spec.evaluations if evaluation.data]
-    return [("data.train", spec.data.train), *evaluated]
+    return [*spec.data_section.named.items(), *evaluated]
 
 
 def _name(path: Path, folder: Path) -> str:

@@ -12,7 +12,7 @@ from rlctl.run.resume import check_fits
 from rlctl.show.journal import read_journal
 from specs.errors import CheckpointError, RunDirError, UsageError
 from specs.json_file import read_object, write_object
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 
 FORKED_FROM = "forked_from.json"
@@ -108,4 +108,4 @@ def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
 
 def saved_roles(spec: Spec) -> list[RoleName]:
     """Return the roles that have a state: each has a folder of its name in a checkpoint."""
-    return [role for role in spec.roles if ROLES[role].learns]
+    return [role for role in spec.roles if spec.learns(role)]

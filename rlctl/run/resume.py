@@ -19,7 +19,7 @@ from specs.load.dotted_keys import differing_keys, value_at
 from specs.schema.engines.engine_registry import readers_of, table_of
 from specs.schema.engines.engine_table import TrainTable
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import ACTOR, ROLES
+from specs.schema.roles import ACTOR, REWARD_MODEL, ROLES
 from specs.schema.spec import Spec
 
 # How a run is watched, where it runs and how its models are held: not what it computes, to rounding.
@@ -38,8 +38,9 @@ _OF_A_ROLE = (
     *("gradient_checkpointing", "activation_offload"),
 )
 
+_SHAPES = ("engine", "processes", "nodes", "sequence_parallel")
 # What only an engine may change of itself whose table says so (`resumes_reshaped`).
-_SHAPE = ("actor.engine", "actor.processes", "actor.nodes", "actor.sequence_parallel")
+_SHAPE = tuple(f"{role}.{key}" for role in (ACTOR, REWARD_MODEL) for key in _SHAPES)
 # Keys of a config.json that say nothing about what the model computes.
 _NOT_THE_MODEL = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -112,10 +113,10 @@ def _show(value: Any) -> str:
 
 def about_model(spec: Spec, spec_dir: Path) -> dict[str, Any]:
     """Describe the model in a manifest, for `check_fits` and for people."""
-    lora = spec.actor.lora
+    lora, engine = spec.lead_section.lora, spec.lead_engine
     return {
-        "engine": spec.actor.engine.kind,
-        "resumes_as": readers_of(spec.actor.engine),
+        "engine": engine.kind,
+        "resumes_as": readers_of(engine),
         "lora": None if lora is None else lora.model_dump(mode="json"),
         "model_config": _read_config(spec, spec_dir),
     }
@@ -126,10 +127,10 @@ def check_fits(manifest: Mapping[str, Any], spec: Spec, spec_dir: Path) -> None:
     now = about_model(spec, spec_dir)
     step = manifest.get("step")
     kinds = manifest.get("engine"), now["engine"]
-    if kinds[0] != kinds[1] and not _same_format(kinds[0], spec.actor.engine):
+    if kinds[0] != kinds[1] and not _same_format(kinds[0], spec.lead_engine):
         raise CheckpointError(
             f"the checkpoint of step {step} was written by the train engine {kinds[0]}: {kinds[1]} cannot read it",
-            hint=f'set actor.engine.kind = "{kinds[0]}", or start a new run with --run-dir',
+            hint=f'set {spec.lead}.engine.kind = "{kinds[0]}", or start a new run with --run-dir',
         )
     found = []
     for what, table in (("lora", "actor.lora"), ("model_config", "config.json")):
@@ -158,7 +159,7 @@ def _same_format(written_by: object, reader: TrainTable) -> bool:
 
 def _read_config(spec: Spec, spec_dir: Path) -> dict[str, Any] | None:
     """Return the actor's `config.json`, less what does not matter; None where it is not on this host yet."""
-    where = resolve_model(spec.model_path(ACTOR), spec_dir)
+    where = resolve_model(spec.model_path(spec.lead), spec_dir)
     folder = where if isinstance(where, Path) else hub_snapshot(where)
     if folder is None:
         return None

@@ -38,6 +38,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
+        self.ref_logprobs = self.path / "ref_logprobs.safetensors"
         self.metrics, self.samples = self.path / "metrics.jsonl", self.path / "samples.jsonl"
         self.evaluations, self.as_built = self.path / "eval.jsonl", self.path / "as_built.json"
         self.resolved, self.checkpoints = self.path / "resolved.json", self.path / "checkpoints"
@@ -156,7 +157,7 @@ class RunDir:
             first = read_object(self.resolved)
         except ValueError as error:
             raise self._lost(self.resolved, "was started with", error) from None
-        refused, _ = differences(first, spec.resolved(), spec.actor.engine)
+        refused, _ = differences(first, spec.resolved(), spec.lead_engine)
         try:
             last = read_object(newest(self.path, "resolved"))
         except ValueError:

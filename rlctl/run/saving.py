@@ -21,7 +21,7 @@ from rlctl.show.metrics_file import read_metrics
 from rlctl.show.progress import Progress
 from specs.errors import CheckpointError
 from specs.json_file import read_object
-from specs.schema.roles import ACTOR, DATA, RoleName
+from specs.schema.roles import RoleName
 from specs.wire import bodies
 from specs.wire.messages import Verb
 
@@ -64,7 +64,7 @@ class Saver:
     def __init__(self, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
         self.run, self.spec, self.plan, self.groups, self.progress = run, run.spec, plan, groups, progress
         # Now: the run directory may be moved while the run goes on.
-        self._actor_versions = dict(read_object(run.as_built)[ACTOR][0]["versions"])
+        self._actor_versions = dict(read_object(run.as_built)[self.spec.lead][0]["versions"])
         self.saved = -1  # step of the newest checkpoint that this attempt wrote or started from
 
     def save(self, driver: Driver, step: int) -> None:
@@ -79,7 +79,7 @@ class Saver:
                 keep=self.spec.checkpoint.keep,
             )
             self.saved = step
-            self._prove(folder, step)
+            self._prove(driver, folder, step)
         self.progress.checkpoint(step)
 
     def _write_role(self, role: RoleName, step: int, folder: Path) -> list[checkpoints.Marks]:
@@ -89,15 +89,13 @@ class Saver:
         request = bodies.Save(folder=str(folder), **proof)
         return [bodies.Saved.of(answer) for answer in self.groups[role].call(Verb.SAVE, request, step=step)]
 
-    def _prove(self, folder: Path, step: int) -> None:
-        """Add what an export of this state must repeat, on two of the run's own first prompts. A checkpoint without it
+    def _prove(self, driver: Driver, folder: Path, step: int) -> None:
+        """Add what an export of this state must repeat, on the run's own first prompts. A checkpoint without it
         can be resumed from."""
-        first = bodies.Prompts(what="train", position=0, count=2, group_size=1)
-        batch = self.groups[DATA].call(Verb.PROMPTS, first)[0].batch
-        proof = {
-            "proof_prompts": [tokens.tolist() for tokens in batch.sequences("tokens_T")],
-            "proof_tokens": min(PROOF_TOKENS, self.spec.data.max_response_tokens),
-        }
+        prompts = driver.proof_prompts()
+        room = self.spec.max_sequence_tokens - max(map(len, prompts))
+        new_tokens = max(1, min(PROOF_TOKENS, room, self.spec.max_response_tokens))
+        proof = {"proof_prompts": prompts, "proof_tokens": new_tokens}
         written: dict[str, Any] = {}
         failed: list[str] = []
         for role in saved_roles(self.spec):
@@ -121,7 +119,7 @@ class Saver:
             span = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
             self.progress.warning(
                 f"{sum(too_old.values())} samples drawn ahead for step {span} are dropped: older than "
-                f"rollout.max_staleness = {self.spec.rollout.max_staleness} allows. Their prompts are drawn again"
+                f"rollout.max_staleness allows. Their prompts are drawn again"
             )
         return checkpoint.step
 
@@ -156,9 +154,9 @@ class Saver:
             "spec_sha256": checkpoints.spec_hash(spec),
             **about_model(spec, self.run.spec_dir),
             "inputs": self.run.inputs,
-            "actor_ranks": spec.actor.processes,
+            "actor_ranks": spec.lead_section.processes,
             "roles": roles,
-            **roles[ACTOR],
+            **roles[spec.lead],
             "trust_remote_code": spec.model.trust_remote_code,
             "versions": {"python": platform.python_version(), "rlctl": __version__, **self._actor_versions},
         }

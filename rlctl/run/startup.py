@@ -9,7 +9,7 @@ from typing import Any
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits, gap_limits
 from rlctl.loop.recovery import RankRecovery, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer, policy_for
-from rlctl.loop.residency import Residency, sleep_level
+from rlctl.loop.residency import SLEEP_LEVEL, Residency, sleep_level
 from rlctl.loop.sync import PROBE_TOKENS, WeightSync, probe_tolerance
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
@@ -20,8 +20,12 @@ from rlctl.processes.group import Group
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import build_bodies
+from rlctl.recipes.reference import PrecomputedReference, Reference
+from rlctl.recipes.rl import Rl
+from rlctl.recipes.rows_recipe import RowsRecipe
 from rlctl.run.run_dir import RunDir
 from rlctl.show.progress import Progress
+from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, build_waves
 from specs.schema.spec import Spec
@@ -37,7 +41,8 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     """Start every process, build every model, and refuse to go on if one is not what the spec says. Raises RoleFailure
     and AsBuiltError."""
     spec, spec_dir = run.spec, run.spec_dir
-    transport = plan_transport(spec, spec_dir, run.path, plan)
+    transport = plan_transport(spec, spec_dir, run.path, plan) if isinstance(spec, RlSpec) else None
+    way = transport.describe() if transport else {}
     sections = {role: spec.role(role) for role in spec.roles}
     policies = {
         role: policy_for(role, section, plan, groups, progress.warning)
@@ -50,21 +55,21 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     bodies = build_bodies(spec, spec_dir, run.path)
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
     devices = {role: spec.gpus(role) for role in spec.roles}
-    residency = Residency(plan.colocated, holders, sleep_level(spec), devices)
+    level = sleep_level(spec) if isinstance(spec, RlSpec) else SLEEP_LEVEL
+    residency = Residency(plan.colocated, holders, level, devices)
     reports = _build(spec, groups, residency, bodies, progress)
     expected = models_expected(spec, spec_dir, role_attention)
     as_built_check.check(spec, reports, expected)
     as_built_check.check_same_start(reports, run.starting_weights)
-    as_built_check.write(reports, run.as_built, transport.describe())
+    as_built_check.write(reports, run.as_built, way)
     progress.message(as_built_check.table(spec, reports))
     progress.message(_data_line(DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0]), spec))
-    prepare(transport, run.path)
 
     def admit(late: AsBuilt) -> None:
         now = {**reports, late.role: [*(one for one in reports[late.role] if one.rank != late.rank), late]}
         as_built_check.check(spec, now, expected)
         reports[late.role] = now[late.role]
-        as_built_check.write(reports, run.as_built, transport.describe())
+        as_built_check.write(reports, run.as_built, way)
 
     def recovery(role: RoleName) -> RankRecovery:
         recovery = RankRecovery(
@@ -79,16 +84,26 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
         recovery.begin()
         return recovery
 
-    progress.message(f"weight transport: {transport}")
-    spent = TimeSpent()
-    sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), recovery(ROLLOUT), spent)
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
-    limits = _gap_limits(spec, run, bodies, progress)
     built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
-    grading = SteadyGrading(recovery(REWARD), spent)
+    driver: Driver
+    if isinstance(spec, RowsSpec):
+        reference = None
+        if spec.objective.needs_ref:
+            reference = PrecomputedReference(run.ref_logprobs) if spec.precomputes_ref else Reference()
+        driver = RowsRecipe(spec, roles, residency, window, progress, built, reference)
+    else:
+        assert isinstance(spec, RlSpec)
+        assert transport is not None
+        prepare(transport, run.path)
+        progress.message(f"weight transport: {transport}")
+        spent = TimeSpent()
+        sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), recovery(ROLLOUT), spent)
+        limits, grading = _gap_limits(spec, run, bodies, progress), SteadyGrading(recovery(REWARD), spent)
+        driver = Rl(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
     gc.collect()
     gc.freeze()  # what a run needs to its end: every full collection would look at all of it again
-    return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
+    return driver
 
 
 def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies, progress: Progress) -> Reports:
@@ -114,7 +129,7 @@ def _answers(call: Call) -> list[Message]:
         return [call.answers[rank] for rank in call.ranks if rank in call.answers]
 
 
-def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transport, reports: Reports) -> WeightSync:
+def _weights(spec: RlSpec, groups: Groups, residency: Residency, transport: Transport, reports: Reports) -> WeightSync:
     model = reports[ACTOR][0].model
     assert model is not None
     return WeightSync(
@@ -131,7 +146,7 @@ def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transp
     )
 
 
-def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> GapLimits:
+def _gap_limits(spec: RlSpec, run: RunDir, bodies: Bodies, progress: Progress) -> GapLimits:
     sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
     about = {**sampling, "rollout_dtype": spec.dtype(ROLLOUT), ACTOR: bodies[ACTOR]}
     return GapLimits(*gap_limits(spec), run.path, about, progress.warning)
@@ -144,4 +159,5 @@ def _data_line(data: DataOpened, spec: Spec) -> str:
     several = len(data.eval_rows) > 1
     held = " and ".join(f"{count:,}" + f" ({name})" * several for name, count in data.eval_rows.items())
     kept = "for evaluation" if any(evaluation.data for evaluation in spec.evaluations) else "held out"
-    return f"data: {data.rows:,} prompts" + f", {held} {kept}" * bool(held) + f"; dropped: {dropped}" * bool(dropped)
+    what = "prompts" if isinstance(spec, RlSpec) else "rows"
+    return f"data: {data.rows:,} {what}" + f", {held} {kept}" * bool(held) + f"; dropped: {dropped}" * bool(dropped)

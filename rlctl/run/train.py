@@ -259,7 +259,7 @@ class Steps:
         """Give the rollout the actor's weights; evaluate a run from the start before it learns."""
         driver = self.driver
         driver.begin(self.done)
-        if self.spec.eval and self.done == 0:
+        if self.spec.every and self.done == 0:
             before = driver.evaluate(0)
             self._log({"step": 0, **before.metrics})
             append_samples(self.run.evaluations, 0, before.samples)
@@ -273,7 +273,7 @@ class Steps:
         record.metrics["time/driver_s"] = idle_s(self.groups.take_busy(), started, time.monotonic())
         self.done = step
         try:
-            if spec.eval and (step % spec.eval.every == 0 or last):
+            if spec.every and (step % spec.every == 0 or last):
                 evaluated = self.driver.evaluate(step)
                 record.metrics.update(evaluated.metrics)
                 append_samples(self.run.evaluations, step, evaluated.samples)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from specs.load.dotted_keys import value_at
 from specs.schema.engines import foreign
 from specs.schema.engines.engine_table import RolloutTable, TrainTable
+from specs.schema.recipes import RECIPES, spec_class
 from specs.schema.spec import Spec
 from specs.schema.table import Table
 
@@ -54,7 +55,7 @@ def engine_family(tables: Sequence[type[Table]]) -> foreign.Family | None:
 
 def tables_at(path: Sequence[str | int], raw: Any) -> tuple[type[Table], ...]:
     """Return the tables that the schema allows at `path`; where several kinds do, all of them."""
-    tables: tuple[type[Table], ...] = (Spec,)
+    tables: tuple[type[Table], ...] = (spec_class(raw),)
     node = raw
     for part in path:
         if isinstance(part, str):
@@ -81,7 +82,7 @@ def dotted(path: Sequence[str | int]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def walk(table: type[Table] = Spec, prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
+def walk(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
     """Yield every (dotted key, table that owns it); list entries are written `terms.N`."""
     for name, annotation in known_keys(table).items():
         yield f"{prefix}{name}", table
@@ -89,9 +90,14 @@ def walk(table: type[Table] = Spec, prefix: str = "") -> Iterator[tuple[str, typ
             yield from walk(sub, f"{prefix}{name}.N." if is_list(annotation) else f"{prefix}{name}.")
 
 
+def _every_key() -> Iterator[str]:
+    """Yield every dotted key of every recipe."""
+    return (key for recipe in RECIPES.values() for key, _ in walk(recipe))
+
+
 def leaves() -> list[str]:
     """Return every dotted key that holds a value and no table, in the order of the schema."""
-    keys = dict.fromkeys(key for key, _ in walk())
+    keys = dict.fromkeys(_every_key())
     parents = {key.rpartition(".")[0] for key in keys}
     return [key for key in keys if key not in parents and f"{key}.N" not in parents]
 
@@ -99,14 +105,14 @@ def leaves() -> list[str]:
 @cache
 def all_keys() -> frozenset[str]:
     """Return every dotted key, of values and of tables."""
-    return frozenset(key for key, _ in walk())
+    return frozenset(_every_key())
 
 
 @cache
-def homes() -> dict[str, tuple[str, ...]]:
-    """Return last part of a key → every dotted key that ends so."""
+def homes(recipe: type[Spec]) -> dict[str, tuple[str, ...]]:
+    """Return last part of a key → every dotted key of a recipe that ends so."""
     found: dict[str, list[str]] = {}
-    for key, _ in walk():
+    for key, _ in walk(recipe):
         found.setdefault(key.rpartition(".")[2], []).append(key)
     return {name: tuple(dict.fromkeys(keys)) for name, keys in found.items()}
 

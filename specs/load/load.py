@@ -18,6 +18,7 @@ from specs.load.overrides import apply_overrides
 from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_problems
 from specs.schema.engines.foreign import tuples
+from specs.schema.recipes import spec_class
 from specs.schema.spec import SCHEMA_VERSION, Spec
 from specs.text import show
 
@@ -83,7 +84,7 @@ def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Parsed:
 
 def _validated(raw: dict[str, Any]) -> Spec:
     """Strict: TOML has types of its own, so nothing needs guessing. TOML's arrays are the schema's tuples."""
-    return Spec.model_validate(tuples(raw), strict=True)
+    return spec_class(raw).model_validate(tuples(raw), strict=True)
 
 
 def _without(raw: dict[str, Any], paths: Sequence[Sequence[str | int]]) -> Spec | None:

@@ -13,8 +13,8 @@ from specs.errors import Problem, UsageError
 from specs.load.dotted_keys import value_at
 from specs.load.keys import Path, chosen_tables, dotted, tables_at
 from specs.load.toml_file import dumped, written
+from specs.schema.recipes import spec_class
 from specs.schema.roles import ROLES
-from specs.schema.spec import Spec
 from specs.schema.table import Table
 from specs.text import show
 
@@ -78,7 +78,9 @@ def _fill_engine_kinds(raw: dict[str, Any]) -> None:
     for role in ROLES.values():
         section = raw.get(role.name)
         if role.holds_model and isinstance(section, dict) and isinstance(section.get("engine"), dict):
-            section["engine"].setdefault("kind", Spec.section_class(role.name).model_fields["engine"].default.kind)
+            section["engine"].setdefault(
+                "kind", spec_class(raw).section_class(role.name).model_fields["engine"].default.kind
+            )
 
 
 def _drop_keys_of_old_kind(path: Path, file: dict[str, Any], raw: dict[str, Any], set_paths: Sequence[Path]) -> str:

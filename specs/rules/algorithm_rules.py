@@ -8,16 +8,16 @@ from specs.errors import Problem
 from specs.schema.algorithms.algorithm import FunctionLoss
 from specs.schema.algorithms.algorithm_tables import ActorCritic, ClipCovLoss, Gae
 from specs.schema.engines.transformers_tables import TrainedHere
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ROLES
 from specs.schema.sections import same_source
-from specs.schema.spec import Spec
 from specs.schema.table import Table, no_effect
 
 _MORE_UPDATES = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or "
 _ONE_UPDATE = "with one mini-batch and one epoch per step"
 
 
-def algorithm_problems(spec: Spec) -> Iterator[Problem]:
+def algorithm_problems(spec: RlSpec) -> Iterator[Problem]:
     """Yield combinations that cannot work, and keys without effect."""
     yield from _reference(spec)
     yield from _kl(spec)
@@ -31,7 +31,7 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
         yield Problem("algorithm.covariance_high", message, "widen the band")
 
 
-def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
+def algorithm_warnings(spec: RlSpec) -> Iterator[Problem]:
     """Yield keys that do nothing in this run, and a teacher that teaches nothing."""
     algorithm, teacher = spec.algorithm, spec.ref.model if spec.ref is not None else ""
     if spec.ratio_against == "current":
@@ -51,7 +51,7 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
         yield Problem("ref.model", message, "name a trained model with the actor's tokenizer")
 
 
-def _reference(spec: Spec) -> Iterator[Problem]:
+def _reference(spec: RlSpec) -> Iterator[Problem]:
     if spec.ref_is_actor and spec.ref is not None:
         message = "has no effect: with actor.lora the reference is the actor without its adapters"
         yield Problem("[ref]", message, "remove the section, or name another model in ref.model")
@@ -60,7 +60,7 @@ def _reference(spec: Spec) -> Iterator[Problem]:
         yield Problem("[ref]", "has no effect: algorithm.kl_coef is 0, so no reference is loaded", hint)
 
 
-def _kl(spec: Spec) -> Iterator[Problem]:
+def _kl(spec: RlSpec) -> Iterator[Problem]:
     algorithm = spec.algorithm
     estimator, in_reward, given = algorithm.kl_estimator, algorithm.kl_in == "reward", algorithm.model_fields_set
     if not algorithm.kl_coef:
@@ -82,7 +82,7 @@ def _kl(spec: Spec) -> Iterator[Problem]:
         yield Problem("algorithm.kl_estimator", message, f"use {estimator[:2]}")
 
 
-def _dynamic_sampling(spec: Spec) -> Iterator[Problem]:
+def _dynamic_sampling(spec: RlSpec) -> Iterator[Problem]:
     algorithm = spec.algorithm
     if not algorithm.dynamic_sampling:
         if "max_refills" in algorithm.model_fields_set:
@@ -98,7 +98,7 @@ def _dynamic_sampling(spec: Spec) -> Iterator[Problem]:
         yield Problem("algorithm.dynamic_sampling", message, hint)
 
 
-def _correction(spec: Spec) -> Iterator[Problem]:
+def _correction(spec: RlSpec) -> Iterator[Problem]:
     table, key = spec.algorithm.correction, "algorithm.correction"
     if table is None:
         return
@@ -112,7 +112,7 @@ def _correction(spec: Spec) -> Iterator[Problem]:
         yield Problem(f"{key}.high", "the band is empty: low and high are 1", "widen it")
 
 
-def _critic(spec: Spec) -> Iterator[Problem]:
+def _critic(spec: RlSpec) -> Iterator[Problem]:
     algorithm = spec.algorithm
     if spec.critic is not None and not spec.needs_critic:
         hint = 'set algorithm.kind = "ppo", or remove the section'
@@ -128,7 +128,7 @@ def _critic(spec: Spec) -> Iterator[Problem]:
             yield no_effect(f"{role}.engine.logits_chunk_tokens", "its head gives one number, and no logits")
 
 
-def _own_functions(spec: Spec) -> Iterator[Problem]:
+def _own_functions(spec: RlSpec) -> Iterator[Problem]:
     """Yield keys that a function of the user's replaces, or cannot replace."""
     algorithm = spec.algorithm
     if algorithm.advantage_function is not None and algorithm.value_loss is not None:

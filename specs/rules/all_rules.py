@@ -5,7 +5,7 @@ Rules about files are in `rlctl/preflight/file_problems.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,37 +18,45 @@ from specs.rules.learning_rules import learning_problems, learning_warnings
 from specs.rules.node_rules import node_problems
 from specs.rules.reward_rules import reward_problems
 from specs.rules.role_rules import role_problems
+from specs.rules.rows_rules import rows_problems
 from specs.rules.run_rules import run_problems
 from specs.rules.transport_rules import transport_problems
+from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.spec import Spec
 from specs.text import show
 
-Rule = Callable[[Spec], Iterator[Problem]]
+Rule = Callable[[Any], Iterator[Problem]]
 
-RULES: tuple[Rule, ...] = (
-    learning_problems,
-    data_problems,
-    reward_problems,
-    algorithm_problems,
-    role_problems,
-    run_problems,
-    node_problems,
-    transport_problems,
-    shadowed_attention,
-    eval_problems,
+# Rules, each with the recipes that it is about.
+RULES: tuple[tuple[type[Spec], Rule], ...] = (
+    (Spec, learning_problems),
+    (RlSpec, data_problems),
+    (RowsSpec, rows_problems),
+    (RlSpec, reward_problems),
+    (RlSpec, algorithm_problems),
+    (Spec, role_problems),
+    (Spec, run_problems),
+    (Spec, node_problems),
+    (RlSpec, transport_problems),
+    (Spec, shadowed_attention),
+    (RlSpec, eval_problems),
 )
 # What runs, and certainly does not do what the spec says.
-WARNINGS: tuple[Rule, ...] = (learning_warnings, algorithm_warnings)
+WARNINGS: tuple[tuple[type[Spec], Rule], ...] = ((Spec, learning_warnings), (RlSpec, algorithm_warnings))
 
 
 def cross_field_problems(spec: Spec) -> list[Problem]:
     """Return everything that is wrong although each key alone is fine."""
-    return with_values(spec, (problem for rule in RULES for problem in rule(spec)))
+    return with_values(spec, _found(spec, RULES))
 
 
 def cross_field_warnings(spec: Spec) -> list[Problem]:
     """Return what will run, with a key or a role that does nothing."""
-    return with_values(spec, (problem for rule in WARNINGS for problem in rule(spec)))
+    return with_values(spec, _found(spec, WARNINGS))
+
+
+def _found(spec: Spec, rules: Sequence[tuple[type[Spec], Rule]]) -> Iterator[Problem]:
+    return (problem for recipe, rule in rules if isinstance(spec, recipe) for problem in rule(spec))
 
 
 def with_values(spec: Spec, problems: Iterable[Problem]) -> list[Problem]:

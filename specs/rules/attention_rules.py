@@ -67,14 +67,15 @@ def kernels_of(spec: Spec, role: RoleName, at_hand: AtHand = AtHand()) -> Decisi
 
 def attention_key(spec: Spec, role: RoleName) -> str:
     """Return the key that says what a role's attention is."""
-    written = role if getattr(spec, role) is not None else ROLES[role].inherits
+    written = role if getattr(spec, role, None) is not None else ROLES[role].inherits
     own = getattr(spec.role(written), "attn_implementation", None)
     return f"{written}.attn_implementation" if own else "model.attn_implementation"
 
 
 def shadowed_attention(spec: Spec) -> Iterator[Problem]:
     """Yield the attention of all roles where every role has its own."""
-    if "attn_implementation" not in spec.model.model_fields_set or spec.actor.engine.attention == "none":
+    lead = engine_of(spec.lead_section)
+    if "attn_implementation" not in spec.model.model_fields_set or (lead is not None and lead.attention == "none"):
         return
     for role in [role for role in spec.roles if attention_of(spec, role) is not None]:
         engine = engine_of(spec.role(role))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.recipes import RlSpec
 from specs.schema.rewards import Function, compares_answer
 from specs.schema.sections import is_hub_data
-from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.templates import single_braces, template_columns
 from specs.text import show
 
 
-def data_problems(spec: Spec) -> Iterator[Problem]:
+def data_problems(spec: RlSpec) -> Iterator[Problem]:
     data, given = spec.data, spec.data.model_fields_set
     if "split" in given and not is_hub_data(data.train):
         yield no_effect("data.split", f"{show(data.train)} is not a hub data set")

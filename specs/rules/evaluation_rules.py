@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.eval_sets import EvalSection, Evaluation
+from specs.schema.recipes import RlSpec
 from specs.schema.sections import is_hub_data
-from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.text import show
 
 _OF_ONE_SET = ("name", "data", "split")  # the other keys hold for sets that leave them out
 
 
-def eval_problems(spec: Spec) -> Iterator[Problem]:
+def eval_problems(spec: RlSpec) -> Iterator[Problem]:
     """Yield what of `[eval]` does nothing, or measures nothing."""
     if spec.eval is not None and spec.eval.sets:
         yield from _sets(spec.eval)
@@ -58,7 +58,7 @@ def _sampling(one: Evaluation) -> Iterator[Problem]:
         yield Problem(f"{one.key}.top_p", why, "remove the key", str(one.top_p))
 
 
-def _best(one: Evaluation, spec: Spec) -> float | None:
+def _best(one: Evaluation, spec: RlSpec) -> float | None:
     """Return the best score that passing is measured by; None where that is not known."""
     terms = spec.reward.terms
     if one.pass_term is not None:
@@ -68,7 +68,7 @@ def _best(one: Evaluation, spec: Spec) -> float | None:
     return sum(max(term.weight * (term.right_score or 0.0), 0.0) for term in terms)
 
 
-def _pass(one: Evaluation, spec: Spec) -> Iterator[Problem]:
+def _pass(one: Evaluation, spec: RlSpec) -> Iterator[Problem]:
     """Yield a term that does not exist, or whose right score is not known, and a score that none reaches."""
     terms, key, best = spec.reward.terms, f"{one.key}.pass_term", _best(one, spec)
     if one.pass_score is not None and best is not None and one.pass_score > best:

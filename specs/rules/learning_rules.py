@@ -8,8 +8,9 @@ from specs.errors import Problem
 from specs.schema.engines.engine_table import TrainTable, engine_of
 from specs.schema.mesh import divisors
 from specs.schema.rank_groups import sequence_parallel_of
-from specs.schema.role_section import LearningRole, ModelRole, Optimizer
-from specs.schema.roles import REWARD_MODEL, ROLES, RoleName
+from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.role_section import LearningRole, ModelRole, Optimizer, RoleSection
+from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import RewardModelSection, Spec
 from specs.schema.table import no_effect
 from specs.text import listed
@@ -19,7 +20,11 @@ _OTHERWISE = "context_parallel"  # the key of an engine that shards rows itself
 
 def learning_problems(spec: Spec) -> Iterator[Problem]:
     """Yield what cannot be split, and keys of learning that are wrong or do nothing."""
-    yield from _batch(spec)
+    if isinstance(spec, RlSpec):
+        yield from _batch(spec)
+    elif isinstance(spec, RowsSpec):
+        rows = spec.data.rows_per_step
+        yield from _idle(spec.lead, spec.lead_section, rows, f"data.rows_per_step = {rows} leaves")
     yield from _lora(spec)
     for role, section in spec.sections():
         engine = engine_of(section)
@@ -45,12 +50,12 @@ def learning_warnings(spec: Spec) -> Iterator[Problem]:
         # One such step is a trial of everything else.
         if isinstance(optimizer, Optimizer) and optimizer.lr == 0 and spec.run.steps > 1:
             yield Problem(f"{role}.optimizer.lr", f"the {role} never learns", "set it above 0, such as 1e-6")
-    if spec.algorithm.actor_starts_after >= spec.run.steps:
+    if isinstance(spec, RlSpec) and spec.algorithm.actor_starts_after >= spec.run.steps:
         message = f"the actor never learns: the run has {spec.run.steps} steps"
         yield Problem("algorithm.critic_warmup_steps", message, f"use at most {spec.run.steps - 1}")
 
 
-def _batch(spec: Spec) -> Iterator[Problem]:
+def _batch(spec: RlSpec) -> Iterator[Problem]:
     algorithm, data, advantage = spec.algorithm, spec.data, spec.algorithm.advantage
     if algorithm.group_size < advantage.min_group:
         yield Problem("algorithm.group_size", advantage.why_min_group, f"use {advantage.min_group} or more")
@@ -63,14 +68,20 @@ def _batch(spec: Spec) -> Iterator[Problem]:
         yield Problem("algorithm.mini_batches_per_step", message, f"{near} would fit")
     else:
         for role, section in spec.sections():
-            degree = sequence_parallel_of(section)
-            if ROLES[role].learns and total // parts < section.processes // degree:
-                ranks = f"{section.processes // degree} {'ranks' if degree == 1 else 'groups of ranks'}"
-                message = f"{arithmetic} in {parts} mini-batches leave some of {ranks} without work"
-                yield Problem(f"{role}.processes", message, f"use at most {total // parts * degree} processes")
+            if spec.learns(role):
+                yield from _idle(role, section, total // parts, f"{arithmetic} in {parts} mini-batches leave")
     if data.prompts_per_step < spec.rollout.processes:
         message = f"{data.prompts_per_step} prompts per step leave some replicas without work"
         yield Problem("rollout.processes", message, f"use at most {data.prompts_per_step} processes")
+
+
+def _idle(role: RoleName, section: RoleSection, units: int, arithmetic: str) -> Iterator[Problem]:
+    """Yield ranks that get nothing of an optimizer step."""
+    degree = sequence_parallel_of(section)
+    if units < section.processes // degree:
+        ranks = f"{section.processes // degree} {'ranks' if degree == 1 else 'groups of ranks'}"
+        hint = f"use at most {units * degree} processes"
+        yield Problem(f"{role}.processes", f"{arithmetic} some of {ranks} without work", hint)
 
 
 def _lora(spec: Spec) -> Iterator[Problem]:
@@ -118,6 +129,7 @@ def _longest(spec: Spec, role: RoleName, section: ModelRole) -> Iterator[Problem
         return
     degree, scores = section.sequence_parallel, isinstance(section, RewardModelSection)
     named = f"data.max_prompt_tokens + data.max_response_tokens = {longest} tokens"
+    named = named if isinstance(spec, RlSpec) else f"data.max_tokens = {longest}"
     named = f"{REWARD_MODEL}.max_sequence_tokens = {longest}" if scores else named
     times = f"times {role}.sequence_parallel = {degree} it is {section.row_tokens}, " if degree > 1 else ""
     hint = f"use at least {-(-longest // degree)}" + (", or lower max_sequence_tokens" if scores else "")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.recipes import RlSpec
 from specs.schema.rewards import Judge, ModelScore, Overlong, Regex
 from specs.schema.roles import REWARD_MODEL
-from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.templates import single_braces, template_columns
 from specs.text import show
@@ -17,7 +17,7 @@ _OURS = ("model", "messages", "stream", "n")  # of a request: rlctl sets these, 
 _QUOTES = "TOML's '…' keeps backslashes"
 
 
-def reward_problems(spec: Spec) -> Iterator[Problem]:
+def reward_problems(spec: RlSpec) -> Iterator[Problem]:
     """Yield weights, patterns, requests and keys that cannot work or do nothing."""
     terms = spec.reward.terms
     if all(term.weight == 0 for term in terms):
@@ -37,7 +37,7 @@ def reward_problems(spec: Spec) -> Iterator[Problem]:
     yield from _section(spec)
 
 
-def _section(spec: Spec) -> Iterator[Problem]:
+def _section(spec: RlSpec) -> Iterator[Problem]:
     """Yield keys of a role that the reward has no use for."""
     section, given = spec.reward, spec.reward.model_fields_set
     for name, default, why in (
@@ -95,7 +95,7 @@ def _judged_score(key: str, term: Judge) -> Iterator[Problem]:
         yield from _pattern(f"{key}.score_pattern", term.score_pattern, group=True)
 
 
-def _judge_key(key: str, term: Judge, spec: Spec) -> Iterator[Problem]:
+def _judge_key(key: str, term: Judge, spec: RlSpec) -> Iterator[Problem]:
     if term.cache_file and not term.cache:
         yield no_effect(f"{key}.cache_file", "cache is false")
     if term.key_env and not re.fullmatch(r"[A-Za-z_]\w*", term.key_env, re.ASCII):
@@ -110,7 +110,7 @@ def _judge_key(key: str, term: Judge, spec: Spec) -> Iterator[Problem]:
 # ── the reward model ──────────────────────────────────────────────────────────────────────────────
 
 
-def _model(spec: Spec) -> Iterator[Problem]:
+def _model(spec: RlSpec) -> Iterator[Problem]:
     asking = [index for index, term in enumerate(spec.reward.terms) if isinstance(term, ModelScore)]
     if asking and spec.reward_model is None:
         hint = f'add a section [{REWARD_MODEL}] with model = "…", a sequence-classification checkpoint'

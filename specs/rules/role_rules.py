@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from specs.errors import Problem
 from specs.schema.engines.engine_table import EngineContext, RolloutTable, engine_of
 from specs.schema.rank_groups import devices_of_a_process
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import Spec
+from specs.schema.spec import RolloutSection, Spec
 from specs.schema.table import no_effect
 from specs.text import show
 
@@ -23,7 +24,11 @@ def role_problems(spec: Spec) -> Iterator[Problem]:
         if ROLES[role].holds_model:
             yield from _devices(role, section)
             yield from _engine(spec, role, section)
-    rollout = spec.rollout
+    if isinstance(spec, RlSpec):
+        yield from _rollout(spec.rollout)
+
+
+def _rollout(rollout: RolloutSection) -> Iterator[Problem]:
     if rollout.launcher != "python":
         message = "replicas are independent of one another, so no launcher joins them"
         yield Problem("rollout.launcher", message, 'write "python", or leave it out')
@@ -96,9 +101,9 @@ def engine_context(spec: Spec, role: RoleName, section: RoleSection) -> EngineCo
         dtype=spec.dtype_of(section),
         model=spec.model,
         engines={name: engine for name, engine in engines.items() if engine is not None},
-        max_prompt_tokens=spec.data.max_prompt_tokens,
+        max_prompt_tokens=spec.max_prompt_tokens,
         evaluations=spec.evaluations,
-        actor_lora=spec.actor.lora,
+        actor_lora=spec.lead_section.lora,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ROLES, ROLLOUT
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
@@ -12,7 +13,8 @@ from specs.schema.table import no_effect
 
 def run_problems(spec: Spec) -> Iterator[Problem]:
     yield from _deadlines(spec)
-    yield from _run_ahead(spec)
+    if isinstance(spec, RlSpec):
+        yield from _run_ahead(spec)
     kinds = [tracker.kind for tracker in spec.tracking]
     for number, kind in enumerate(kinds):
         if kind in kinds[:number]:
@@ -29,12 +31,12 @@ def _deadlines(spec: Spec) -> Iterator[Problem]:
     elif run.stall_timeout_s < run.heartbeat_timeout_s:
         message = f"less than run.heartbeat_timeout_s = {run.heartbeat_timeout_s:g}, after which a rank counts as gone"
         yield Problem(key, message, f"use more than {run.heartbeat_timeout_s:g}")
-    elif run.stall_timeout_s <= spec.reward.timeout_s:
+    elif isinstance(spec, RlSpec) and run.stall_timeout_s <= spec.reward.timeout_s:
         message = f"one completion may take reward.timeout_s = {spec.reward.timeout_s:g} s to grade, and nothing moves"
         yield Problem(key, message, f"use more than {spec.reward.timeout_s:g}")
 
 
-def _run_ahead(spec: Spec) -> Iterator[Problem]:
+def _run_ahead(spec: RlSpec) -> Iterator[Problem]:
     """Roles that take turns, or share a GPU, cannot work at the same time."""
     key = "rollout.max_staleness"
     if spec.rollout.max_staleness and spec.run.colocate == "always":

@@ -78,6 +78,13 @@ class RowsSection(RowColumns):
     """Read only that many rows of each source."""
 
     @property
+    def named(self) -> dict[str, str]:
+        """Key → source of what is trained on."""
+        if not self.sets:
+            return {"data.train": self.train}
+        return {f"data.sets.{number}.path": one.path for number, one in enumerate(self.sets)}
+
+    @property
     def sources(self) -> tuple[RowSet, ...]:
         """Every source with all that holds for it."""
         sets, common = self.sets or (RowSet(path=self.train),), RowColumns.model_fields

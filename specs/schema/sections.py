@@ -21,8 +21,11 @@ class RunSection(Table):
 
     name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(usable_path)]
     """Name of the run; also the name of its directory under `dir`."""
+    recipe: Literal["rl", "sft", "preference", "reward_model"] = "rl"
+    """What the run does: reinforcement learning; supervised fine-tuning; learning preferences; or training a reward
+    model. It decides which other sections there are."""
     steps: int = Field(gt=0)
-    """Steps to train. A step is generate, score, learn, once."""
+    """Steps to train. A step of `rl` is generate, score, learn, once; of the other recipes an optimizer step."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of everything random in the run."""
     dir: NonEmptyPath = "runs"
@@ -98,6 +101,11 @@ class DataSection(Table):
     """Draw rows in a new random order each epoch (from `run.seed`)."""
     max_rows: int | None = Field(None, gt=0)
     """Read only that many rows."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Key → source of what is trained on."""
+        return {"data.train": self.train}
 
 
 def is_hub_data(source: str) -> bool:

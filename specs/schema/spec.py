@@ -8,27 +8,28 @@ reference (`docs/spec.md`) prints. Unknown keys are refused at every depth. Rule
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from specs.attention import Attention
-from specs.schema.algorithms.algorithm import Anchor, AnyLoss, Loss
-from specs.schema.algorithms.algorithm_tables import AlgorithmTable
+from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
+from specs.schema.engines.engine_table import TrainTable, engine_of
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
-from specs.schema.eval_sets import EvalSection, Evaluation
-from specs.schema.rewards import MAX_SCORE, RewardTermTable
+from specs.schema.eval_sets import Evaluation
+from specs.schema.rewards import MAX_SCORE, RewardTerm, RewardTermTable
 from specs.schema.role_section import DType, LearningRole, Lora, ModelRole, Restartable, RoleSection
-from specs.schema.roles import ACTOR, CRITIC, ROLES, ROLLOUT, Role, RoleName
+from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, HeadKind, Role, RoleName
+from specs.schema.rows import RowsSection
 from specs.schema.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
     ModelSection,
     RunSection,
-    SyncSection,
 )
 from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
 from specs.schema.tracker_tables import TrackerTable
@@ -83,6 +84,17 @@ class RewardModelSection(ModelRole):
     max_sequence_tokens: int = Field(4096, gt=0)
     """Longest conversation, prompt and completion, in its own tokens. A longer one is a failed grade: nothing is
     cut."""
+
+
+class RewardLearnerSection(LearningRole):
+    """The reward model that learns: a model with a head of one output, whose value at a sequence's last token is its
+    score."""
+
+    model: PathText = ""
+    """Another model's path; empty: `model.path`. Its head of one output is kept; a causal language model gets a new
+    one."""
+    engine: TrainEngineTable = DdpTable()
+    """How it is held."""
 
 
 class RolloutSection(Restartable):
@@ -142,49 +154,118 @@ class RewardSection(Restartable):
 
 
 class Spec(Table):
-    """The whole run spec."""
+    """The whole run spec: the sections that every recipe has, and what its sections mean together. `RECIPES` has the
+    class of each recipe, which adds its own."""
 
     schema_: Literal[1] = Field(alias="schema")
     """Version of this format; always 1."""
     run: RunSection
     model: ModelSection
-    data: DataSection
-    reward: RewardSection
-    algorithm: AlgorithmTable
-    actor: ActorSection = ActorSection()
-    ref: RefSection | None = None
-    critic: CriticSection | None = None
-    reward_model: RewardModelSection | None = None
-    rollout: RolloutSection = RolloutSection()
-    eval: EvalSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
-    sync: SyncSection = SyncSection()
     cluster: ClusterSection | None = None
     tracking: tuple[TrackerTable, ...] = ()
 
-    # Derived values: what the sections mean together. Nothing here rewrites the spec.
+    lead: ClassVar[RoleName] = ACTOR
+    """The role whose model the run is for: it learns, and is saved and exported."""
+
+    # What a recipe says of itself.
+
+    @property
+    def losses(self) -> Mapping[RoleName, AnyLoss]:
+        """Loss of each role that learns, in the order of the updates."""
+        raise NotImplementedError
 
     @property
     def samples_per_step(self) -> int:
-        return self.data.prompts_per_step * self.algorithm.group_size
+        """Sequences that a step learns from."""
+        raise NotImplementedError
 
     @property
     def max_sequence_tokens(self) -> int:
-        return self.data.max_prompt_tokens + self.data.max_response_tokens
+        raise NotImplementedError
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that is sampled from."""
+        return 0
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens of the longest completion."""
+        return self.max_sequence_tokens
+
+    @property
+    def every(self) -> int | None:
+        """Steps between evaluations; None: there are none."""
+        raise NotImplementedError
+
+    @property
+    def mini_batches_per_step(self) -> int:
+        """Mini-batches that a step's samples are split into, each for an optimizer step."""
+        return 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps that a step makes of each role that learns."""
+        return 1
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
         """The sets of prompts that the run is evaluated on."""
-        return self.eval.evaluations if self.eval is not None else ()
+        return ()
 
-    def optimizer_steps(self, role: RoleName, steps: int | None = None) -> int:
-        """Return the optimizer steps of a role that learns, in the whole run or in its first `steps`."""
-        steps = max(0, (self.run.steps if steps is None else steps) - self.learns_after(role))
-        return steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step
+    @property
+    def data_section(self) -> DataSection | RowsSection:
+        """Return the section that the role `data` reads."""
+        raise NotImplementedError
+
+    @property
+    def reward_terms(self) -> tuple[RewardTerm, ...]:
+        """The terms that grade completions."""
+        return ()
+
+    @property
+    def own_functions(self) -> Mapping[str, str]:
+        """Key → path of the functions that the user brings, but for rewards."""
+        return {}
 
     def learns_after(self, role: RoleName) -> int:
         """Steps of the run before a role learns."""
-        return self.algorithm.actor_starts_after if role == ACTOR else 0
+        return 0
+
+    def head(self, role: RoleName) -> HeadKind:
+        """Return the end of a role's model."""
+        return ROLES[role].head
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage needs a model that predicts it."""
+        return False
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether the actor is compared with a reference."""
+        return False
+
+    @property
+    def why_no_ref(self) -> str:
+        """Why no reference is needed."""
+        return "the objective compares with none"
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a reward model scores, or learns."""
+        return False
+
+    # Derived values: what the sections mean together. Nothing here rewrites the spec.
+
+    def learns(self, role: RoleName) -> bool:
+        """Whether a role's model learns, so that it has a state that a resume needs."""
+        return getattr(self._section(ROLES[role]), "optimizer", None) is not None
+
+    def optimizer_steps(self, role: RoleName, steps: int | None = None) -> int:
+        """Return the optimizer steps of a role that learns, in the whole run or in its first `steps`."""
+        return max(0, (self.run.steps if steps is None else steps) - self.learns_after(role)) * self.updates_per_step
 
     def weights_version(self, done: int) -> int:
         """Which weights the actor has after `done` steps: a sample's staleness is a difference of two versions. Until
@@ -192,61 +273,41 @@ class Spec(Table):
         return max(done, self.learns_after(ACTOR))
 
     @property
-    def ratio_against(self) -> Anchor:
-        """Whose log-probs the loss divides by; the algorithm says."""
-        return self.algorithm.ratio_against(runs_ahead=self.rollout.max_staleness > 0)
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of this run's updates, as it travels to the actor."""
-        return self.algorithm.loss(self.ratio_against)
-
-    @property
-    def losses(self) -> dict[RoleName, AnyLoss]:
-        """Loss of each role that the algorithm updates, in the order of the updates: the critic's first."""
-        value_loss = self.algorithm.value_loss
-        return {**({CRITIC: value_loss} if value_loss is not None else {}), ACTOR: self.loss}
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the advantage needs a model that predicts it."""
-        return "value_T" in self.columns_read
-
-    @property
-    def columns_read(self) -> frozenset[str]:
-        """Columns of the batch that the advantage, the penalty in the reward, the correction or the loss reads."""
-        return frozenset((*self.algorithm.columns, *self.loss.columns))
-
-    @property
-    def needs_ref(self) -> bool:
-        """Whether the advantage, the reward or the loss compares the actor with a reference."""
-        return "ref_logprob_T" in self.columns_read
+    def own_ref_model(self) -> str:
+        """Path of a reference that is another model; empty: it is the actor's start."""
+        return getattr(getattr(self, REF, None), "model", "")
 
     @property
     def ref_is_actor(self) -> bool:
         """Whether the actor itself, without its adapters, is the reference."""
-        own_model = self.ref is not None and self.ref.model
-        return self.needs_ref and self.actor.lora is not None and not own_model
+        return self.needs_ref and self.lead_section.lora is not None and not self.own_ref_model
 
     @property
-    def rollout_applies_adapters(self) -> bool:
-        """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
-        return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
+    def precomputes_ref(self) -> bool:
+        """Whether the reference's log-probs are computed once, before the first step."""
+        return False
 
     @property
-    def needs_reward_model(self) -> bool:
-        """Whether a term is the score of a model. That there is a section for it is a rule."""
-        return self.reward_model is not None and any(term.graded_by == "model" for term in self.reward.terms)
+    def needs_ref_role(self) -> bool:
+        """Whether the reference is a model of its own; precomputed, the actor is its own reference before it learns."""
+        return self.needs_ref and not self.ref_is_actor and not (self.precomputes_ref and not self.own_ref_model)
+
+    @property
+    def lead_section(self) -> LearningRole:
+        section = getattr(self, self.lead)
+        assert isinstance(section, LearningRole)
+        return section
+
+    @property
+    def lead_engine(self) -> TrainTable:
+        engine = engine_of(self.lead_section)
+        assert isinstance(engine, TrainTable)
+        return engine
 
     def longest_tokens(self, role: RoleName) -> int:
         """Tokens of the longest sequence that a role's model reads."""
         section = self.role(role)
         return section.max_sequence_tokens if isinstance(section, RewardModelSection) else self.max_sequence_tokens
-
-    @property
-    def needs_ref_role(self) -> bool:
-        """Whether the reference is a model of its own."""
-        return self.needs_ref and not self.ref_is_actor
 
     def gpus(self, role: RoleName) -> frozenset[tuple[int, int]]:
         """(number of the host, number of the GPU there) of each that a role names."""
@@ -256,6 +317,8 @@ class Spec(Table):
     @property
     def colocated(self) -> bool:
         """Whether trainers and rollouts take turns on their devices."""
+        if ROLLOUT not in self.roles:
+            return False
         if self.run.colocate == "auto":
             return bool(self.gpus(ACTOR) & self.gpus(ROLLOUT))
         return self.run.colocate == "always"
@@ -269,7 +332,7 @@ class Spec(Table):
         CPU."""
         dtype: DType | Literal["auto"] | None = getattr(section, "dtype", None)
         if dtype is None:
-            return self.dtype_of(self.actor)
+            return self.dtype_of(self.lead_section)
         return dtype if dtype != "auto" else "bf16" if section.devices else "fp32"
 
     def attention(self, role: RoleName) -> Attention:
@@ -289,6 +352,8 @@ class Spec(Table):
     @classmethod
     def section_class(cls, role: RoleName) -> type[RoleSection]:
         """The class of a role's section; that of the keys that all roles have where it has none of its own."""
+        if role not in cls.model_fields:
+            return RoleSection
         annotation = cls.model_fields[role].annotation
         classes = (annotation, *get_args(annotation))
         return next((one for one in classes if isinstance(one, type) and issubclass(one, RoleSection)), RoleSection)
@@ -296,7 +361,7 @@ class Spec(Table):
     def sections(self) -> list[tuple[RoleName, RoleSection]]:
         """Roles with the sections that the spec has for them, needed or not. One that is shaped like another role's is
         not among them."""
-        found = ((name, getattr(self, name)) for name in ROLES)
+        found = ((name, getattr(self, name, None)) for name in ROLES)
         return [(name, section) for name, section in found if isinstance(section, RoleSection)]
 
     def adapters(self) -> list[tuple[RoleName, Lora]]:
@@ -317,7 +382,8 @@ class Spec(Table):
         return section
 
     def _has(self, role: Role) -> bool:
-        return not role.needed_if or bool(getattr(self, role.needed_if))
+        possible = role.holds == "data" or role.name in type(self).model_fields
+        return possible and (not role.needed_if or bool(getattr(self, role.needed_if)))
 
     def _section(self, role: Role) -> RoleSection | None:
         if not self._has(role):
@@ -325,6 +391,8 @@ class Spec(Table):
         own = getattr(self, role.name, None)
         if isinstance(own, RoleSection):
             return own
+        if not self._has(ROLES[role.inherits]):
+            return RoleSection()
         like, kind = self.role(role.inherits), self.section_class(role.name)
         shared = kind.model_fields.keys() & type(like).model_fields.keys()
         if not role.spreads:  # it stays on the driver's host, wherever the other is

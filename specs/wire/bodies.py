@@ -64,7 +64,7 @@ class Prompts(Body):
 class DrawRows(Body):
     """`count` rows from the cursor's `position` on, each with all of its sequences."""
 
-    what: What
+    what: Literal["train", "eval", "all"]  # of "all": each row of the training data once, in its order
     position: int
     count: int
 
@@ -345,6 +345,7 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.VALUES: (Nothing,),
     Verb.SCORES: (Nothing,),
     Verb.UPDATE: (Update,),
+    Verb.EVALUATE: (Update,),
     Verb.STEP: (Nothing,),
     Verb.OFFLOAD: (Nothing,),
     Verb.ONLOAD: (Nothing,),

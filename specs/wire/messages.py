@@ -44,6 +44,7 @@ class Verb(StrEnum):
     VALUES = "values"  # of a critic: what it predicts before each loss token
     SCORES = "scores"  # of a reward model: of each whole sequence
     UPDATE = "update"  # loss and gradients of a mini-batch
+    EVALUATE = "evaluate"  # loss of a batch, without gradients
     STEP = "step"  # the optimizer step with these gradients
     OFFLOAD = "offload"
     ONLOAD = "onload"
@@ -99,6 +100,7 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.VALUES: Columns(needs=("tokens_T", "loss_mask_T"), gives=("value_T",)),
     Verb.SCORES: Columns(needs=("tokens_T",), gives=("score_B",)),
     Verb.UPDATE: Columns(needs=("tokens_T", "loss_mask_T")),  # and what the loss says (`AnyLoss.columns`)
+    Verb.EVALUATE: Columns(needs=("tokens_T", "loss_mask_T")),  # as `update`
     Verb.PROBE: Columns(needs=("tokens_T",), gives=("logprob_T",)),
 }
 

@@ -84,12 +84,13 @@ class DataConfig(TextConfig):
     """Build request of the data role."""
 
     role: RoleName = DATA
-    data: DataSection
+    data: DataSection | None = None  # of prompts, which are sampled from
+    rows: RowsConfig | None = None  # of rows, which are learned from
     evals: tuple[Evaluation, ...] = ()
-    needs_answer: bool  # a row without `data.answer_column` is a bad one
+    needs_answer: bool = False  # a row without `data.answer_column` is a bad one
     needs_columns: tuple[str, ...] = ()  # what else every row must have, for scoring
     tells_messages: bool = False  # whether rows travel with the conversation that their prompt was made from
-    row_columns: tuple[str, ...] | None  # what scoring reads of a row; None: all of it
+    row_columns: tuple[str, ...] | None = None  # what scoring reads of a row; None: all of it
     seed: int
 
 

@@ -13,7 +13,7 @@ from rlctl.models import hardware
 from rlctl.preflight.role_choices import choice_problems, role_attention
 from specs.attention import AttentionFacts, Decision, decide, score_changes
 from specs.load.load import spec_from
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 FLASH_2 = {"flash-attn": "2.8.3", "torch": "2.13.0"}
 
@@ -143,7 +143,7 @@ def test_what_a_config_says_of_the_scores(config: dict[str, Any], changes: str) 
 # ── of a spec ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def spec(folder: Path, *overrides: str, **config: Any) -> Spec:
+def spec(folder: Path, *overrides: str, **config: Any) -> RlSpec:
     """A run with a reference and a model of this config; vLLM samples, so that `model.*` is for the trainers."""
     shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 16}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **shape, **config}))
@@ -151,7 +151,7 @@ def spec(folder: Path, *overrides: str, **config: Any) -> Spec:
     return spec_from(raw, list(overrides))
 
 
-def decision(checked: Spec, role: Any, folder: Path) -> Decision:
+def decision(checked: RlSpec, role: Any, folder: Path) -> Decision:
     found = role_attention(checked, role, folder)
     assert found is not None
     return found

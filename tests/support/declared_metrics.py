@@ -10,11 +10,14 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import get_args
 
+from specs.load.keys import kind_of, tables_of
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import LossTable
 from specs.schema.metric import Metric
+from specs.schema.objectives import BradleyTerry
+from specs.schema.recipes import RECIPES, RlSpec
 
-PLACES = ("rlctl.loop", "rlctl.run", "workers.grading")  # packages whose modules may have `METRICS`
+PLACES = ("rlctl.loop", "rlctl.recipes", "rlctl.run", "workers.grading")  # packages whose modules may have `METRICS`
 
 
 @cache
@@ -36,13 +39,25 @@ def _of_losses() -> Iterator[Metric]:
     """A metric of some losses alone says of which."""
     every: list[type[AnyLoss]] = list(get_args(get_args(LossTable)[0]))
     policies = [loss for loss in every if issubclass(loss, Loss)]
-    for losses in (policies, [loss for loss in every if loss not in policies]):
+    objectives = [table for recipe in RECIPES.values() for table in _objectives(recipe)]
+    of_actor = [table for table in objectives if table is not BradleyTerry]
+    named = {metric.name for loss in policies for metric in loss.metrics}
+    for losses in (policies, [loss for loss in every if loss not in policies], of_actor, [BradleyTerry]):
         for metric in dict.fromkeys(metric for loss in losses for metric in loss.metrics):
+            if losses is of_actor and metric.name in named:
+                continue
             having = [loss for loss in losses if metric in loss.metrics]
             when = "steps in which the role learns"
             if len(having) < len(losses):
-                when += ", with the loss " + ", ".join(f"`{loss.model_fields['kind'].default}`" for loss in having)
+                when += ", with the loss " + ", ".join(
+                    f"`{kind_of(loss) or loss.model_fields['kind'].default}`" for loss in having
+                )
             yield Metric(name=metric.name, unit=metric.unit, meaning=metric.meaning, when=when)
+
+
+def _objectives(recipe: type[RlSpec]) -> list[type[AnyLoss]]:
+    field = recipe.model_fields.get("objective")
+    return [table for table in tables_of(field.annotation) if "kind" in table.model_fields] if field else []
 
 
 @cache

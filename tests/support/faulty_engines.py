@@ -8,7 +8,7 @@ LEAKED_MIB = 12  # kept of every sleep
 LIES_FROM = 3  # the call of `generate` from which on log-probs are wrong: before the first step there is none
 
 TABLES = '''
-"""Spec tables: those of the engines that are spoiled, under other names."""
+"""RlSpec tables: those of the engines that are spoiled, under other names."""
 
 from typing import Literal
 

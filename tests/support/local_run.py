@@ -20,20 +20,21 @@ from safetensors.numpy import save_file
 
 from backends.fake import bigram
 from backends.protocol import Rank
-from rlctl.loop.driver import Driver, StepRecord, UpdateWindow
+from rlctl.loop.driver import StepRecord, UpdateWindow
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.processes.placement import make_plan
+from rlctl.recipes.rl import Rl
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.run_dir import RunDir
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
 from specs.load.load import load_spec
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 from specs.wire.messages import Verb
 
 
 class LocalGroups(dict[str, LocalGroup]):
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: RlSpec) -> None:
         super().__init__()
         self.spec = spec
         self.ranks = SimpleNamespace(
@@ -78,8 +79,8 @@ class Said:
 
 @dataclass
 class LocalRun:
-    spec: Spec
-    driver: Driver
+    spec: RlSpec
+    driver: Rl
     saver: Saver
     said: Said
     done: int

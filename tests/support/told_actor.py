@@ -10,9 +10,10 @@ from local_group import LocalGroup
 from local_run import Said
 from running import preset
 
-from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.residency import Residency
 from rlctl.loop.sampling import Scored
+from rlctl.recipes.rl import Rl
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -58,7 +59,7 @@ def drawn() -> tuple[Batch, Scored]:
     return Batch(columns), Scored(reward_B, scored_B, {}, {}, [])
 
 
-def driver_of(tmp_path: Path, *overrides: str) -> tuple[Driver, Actor]:
+def driver_of(tmp_path: Path, *overrides: str) -> tuple[Rl, Actor]:
     spec, actor, rollout = load_spec(preset("fake", tmp_path), [*overrides]), Actor(), LocalGroup("rollout", [{}])
     groups = {
         "actor": actor.group,
@@ -68,4 +69,4 @@ def driver_of(tmp_path: Path, *overrides: str) -> tuple[Driver, Actor]:
     }
     budget = SimpleNamespace(broken_by=lambda gap: False)
     steady = SimpleNamespace()
-    return Driver(spec, groups, Residency(False, [rollout]), steady, budget, UpdateWindow(), Said()), actor
+    return Rl(spec, groups, Residency(False, [rollout]), steady, budget, UpdateWindow(), Said()), actor

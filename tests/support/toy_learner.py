@@ -14,9 +14,9 @@ from pydantic import Field
 from backends.protocol import Rank
 from specs.schema.engines.engine_registry import TrainEngineTable
 from specs.schema.engines.fake_tables import FakeTrainTable
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import ModelRole, Optimizer
 from specs.schema.roles import Role
-from specs.schema.spec import Spec
 from specs.wire.messages import Message, Verb
 from workers.roles.trainer import Trainer
 from workers.saved_files import settle
@@ -39,7 +39,7 @@ class CoachSection(ModelRole):
     optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
 
 
-class SpecWithCoach(Spec):
+class SpecWithCoach(RlSpec):
     coach: CoachSection | None = None
 
     @property

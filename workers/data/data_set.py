@@ -123,11 +123,13 @@ class RunData:
 def open_data(config: DataConfig, codec: TextCodec) -> RunData:
     """Read and tokenise the sources of `[data]` and `[eval]`. Raises DataError."""
 
+    data = config.data
+    assert data is not None, "there are no prompts"
+
     def table(source: str, split: str, max_rows: int | None) -> PromptTable:
         rows = read_rows(source, split=split, base=Path(config.spec_dir), max_rows=max_rows)
-        return build_table(source, rows, config.data, codec, config.needs_answer, config.needs_columns)
+        return build_table(source, rows, data, codec, config.needs_answer, config.needs_columns)
 
-    data = config.data
     train = table(data.train, data.split, data.max_rows)
     cut = len(train)
     evals: dict[str, PromptStream] = {}

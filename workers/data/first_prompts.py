@@ -39,13 +39,15 @@ _NOT_COUNTED = "\"'`"  # normalisers write quotes in other ways
 def first_findings(config: DataConfig, codec: PromptCodec | None, chats: ChatRenderer | None) -> Iterator[Finding]:
     """Yield what is wrong with each source that lies on this machine. `codec`: None where no tokenizer is at hand, so
     that rows are only parsed; `chats`: the chat template, where prompts go through one."""
-    sources = {TRAIN: config.data.train, **{f"{one.key}.data": one.data for one in config.evals if one.data}}
-    chat = chats is not None if codec is not None else config.data.chat != "never"
-    reader = RowReader(config.data, config.needs_answer, config.needs_columns, chat=chat)
+    data = config.data
+    assert data is not None, "there are no prompts"
+    sources = {TRAIN: data.train, **{f"{one.key}.data": one.data for one in config.evals if one.data}}
+    chat = chats is not None if codec is not None else data.chat != "never"
+    reader = RowReader(data, config.needs_answer, config.needs_columns, chat=chat)
     for key, source in sources.items():
         if is_hub_data(source):
             continue
-        most = config.data.max_rows if key == TRAIN else None
+        most = data.max_rows if key == TRAIN else None
         try:
             rows = read_rows(source, split="", base=Path(config.spec_dir), max_rows=most)
             if codec is not None:

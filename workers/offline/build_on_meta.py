@@ -88,7 +88,7 @@ def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
     """Look at a role that reads text: its tokenizer, and what it makes of the first rows."""
     codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
     about = Probed(role=role, tokens=len(codec.tokenizer), highest=_highest_token(codec))
-    if isinstance(config, DataConfig):
+    if isinstance(config, DataConfig) and config.data is not None:
         with renderer_of(codec) if uses_chat(config.data, codec) else nullcontext() as chats:
             return about.model_copy(update={"findings": tuple(first_findings(config, codec, chats))})
     if isinstance(config, RewardConfig) and asked.data:

@@ -20,6 +20,7 @@ _ROWS = 64  # whose answers are looked at
 
 def answer_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -> Iterator[Finding]:
     """Yield what no completion could be right about, by the terms that compare with the rows' answers."""
+    assert data.data is not None, "a reward grades completions of prompts"
     if is_hub_data(data.data.train) or not compares_answer(config.reward.terms):
         return
     rows = read_rows(data.data.train, split="", base=Path(config.spec_dir), max_rows=_ROWS)

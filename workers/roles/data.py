@@ -34,6 +34,7 @@ class Data:
         assert self._config is not None, "build comes first"
         assert self._codec is not None
         self._data = open_data(self._config, self._codec)
+        assert self._config.data is not None
         return self._data.report(self._config.data.answer_column), {}
 
     def prompts(self, call: Request[bodies.Prompts], emit: Emit) -> Reply:

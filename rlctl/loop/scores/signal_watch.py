@@ -9,7 +9,7 @@ from rlctl.show.text_format import FEW_FINISH, number, share
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Scored
-    from specs.schema.spec import Spec
+    from specs.schema.recipes import RlSpec
 
 MOST_MASKED = 0.5  # share of a step's loss tokens that a correction may leave out without a word
 SILENT, SILENT_STEPS = 0.9, 10  # share of silent groups, and the steps in a row after which it is a collapse
@@ -18,7 +18,7 @@ SILENT, SILENT_STEPS = 0.9, 10  # share of silent groups, and the steps in a row
 class SignalWatch:
     """Looks at the scores of an attempt's first step, and at every step's metrics until it has warned of each."""
 
-    def __init__(self, spec: Spec, warn: Callable[[str], None]) -> None:
+    def __init__(self, spec: RlSpec, warn: Callable[[str], None]) -> None:
         self._spec, self._warn = spec, warn
         self._seen_first = False
         self._said: set[str] = set()  # metrics that it has warned of

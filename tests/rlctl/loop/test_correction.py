@@ -15,9 +15,10 @@ from told_actor import drawn, driver_of
 
 from rlctl.loop import finite_check
 from rlctl.loop.correction import correct, diagnostics, without_non_numbers
-from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits, gap_limits
 from rlctl.loop.residency import Residency
+from rlctl.recipes.rl import Rl
 from specs.errors import LogprobGapError, NotFiniteError
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm import Correction
@@ -188,7 +189,7 @@ def test_a_gap_over_its_limit_stops_the_run_whatever_the_correction_would_do(tmp
         "reward": LocalGroup("reward", [{}]),
     }
     limits = GapLimits(*gap_limits(spec), tmp_path, {}, lambda text: None)
-    driver = Driver(spec, groups, Residency(False, [rollout]), SimpleNamespace(), limits, UpdateWindow(), Said())
+    driver = Rl(spec, groups, Residency(False, [rollout]), SimpleNamespace(), limits, UpdateWindow(), Said())
     batch, scored = drawn()
     columns = {name: column for name, column in batch.columns.items() if name != "old_logprob_T"}
     broken = Batch({**columns, "old_logprob_T": batch["rollout_logprob_T"] - 4, "row_B": batch["id_B"]})

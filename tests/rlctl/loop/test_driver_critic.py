@@ -12,8 +12,9 @@ from local_run import Said
 from running import preset
 from told_actor import STEPPED, drawn
 
-from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.residency import Residency
+from rlctl.recipes.rl import Rl
 from specs.errors import NotFiniteError
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
@@ -52,13 +53,13 @@ class Learners:
 
 def ppo_driver(
     tmp_path: Path, learners: Learners, *overrides: str, devices: dict[str, frozenset[int]] | None = None
-) -> Driver:
+) -> Rl:
     spec = load_spec(preset("fake", tmp_path), ["algorithm.kind=ppo", *overrides])
     others = {role: LocalGroup(role, [{}]) for role in ("rollout", "data", "reward")}
     residency = Residency(False, [others["rollout"]], devices=devices)
     limits = SimpleNamespace(broken_by=lambda gap: False)
     steady = SimpleNamespace()
-    return Driver(spec, learners.groups | others, residency, steady, limits, UpdateWindow(), Said())
+    return Rl(spec, learners.groups | others, residency, steady, limits, UpdateWindow(), Said())
 
 
 def test_values_return_to_their_tokens_and_both_learn_from_the_same_samples(tmp_path: Path) -> None:

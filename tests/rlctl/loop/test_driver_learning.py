@@ -13,8 +13,9 @@ from local_run import Said, bigram_folder, local_run
 from running import preset
 from told_actor import LIMIT, RANKS, drawn, driver_of
 
-from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.residency import Residency
+from rlctl.recipes.rl import Rl
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PRESETS
 from specs.wire.batch import Batch
@@ -52,7 +53,7 @@ def test_the_reference_is_asked_and_of_an_actor_with_adapters_the_model_below_th
         "data": LocalGroup("data", [{}]),
         "reward": LocalGroup("reward", [{}]),
     }
-    driver = Driver(spec, groups, Residency(False, [rollout]), SimpleNamespace(), None, UpdateWindow(), Said())
+    driver = Rl(spec, groups, Residency(False, [rollout]), SimpleNamespace(), None, UpdateWindow(), Said())
     batch, _ = drawn()
     names = [name for name in batch.columns if name != "old_logprob_T"]
     learned = driver.add_model_columns(batch.only(names), 1)
@@ -118,6 +119,8 @@ def test_every_rank_divides_by_the_whole_mini_batch(tmp_path: Path, pieces: int)
             "num_loss_tokens": int(whole.sum()),
             "num_sequences": int((whole > 0).sum()),
             "max_response_tokens": LIMIT,
+            "num_units": 0,
+            "num_chosen_tokens": 0,
         }
         assert [scale for _, scale in shares] == [want] * RANKS
         seen += [int(token) for share, _ in shares for token in share["tokens_T"]]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rlctl.loop.driver import mini_batches
 from rlctl.loop.sampling import group_shards, in_id_order
+from rlctl.recipes.rl import mini_batches
 from specs.wire.batch import Batch
 
 

@@ -11,9 +11,10 @@ from local_group import LocalGroup
 from local_run import Said
 from running import preset
 
-from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.finite_check import check_batch
 from rlctl.loop.residency import Residency
+from rlctl.recipes.rl import Rl
 from specs.errors import NotFiniteError
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
@@ -86,7 +87,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_optimizer_step(tmp_path: P
     window = UpdateWindow()
     sync = SimpleNamespace()
     residency = Residency(False, [groups["rollout"]])
-    driver = Driver(load_spec(preset("fake", tmp_path), []), groups, residency, sync, limits, window, Said())
+    driver = Rl(load_spec(preset("fake", tmp_path), []), groups, residency, sync, limits, window, Said())
     with pytest.raises(NotFiniteError, match=r"step 3: loss is nan in the update\. Worst sample: id 42"):
         driver.update(batch_of(), 3)
     assert actor.verbs == [Verb.UPDATE, Verb.LOGPROBS]

@@ -14,11 +14,12 @@ from local_run import Said
 from running import preset
 
 from rlctl.loop.clock import Clock
-from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.residency import Residency
 from rlctl.loop.sample_queue import Planned, SampleQueue, _read, _write
 from rlctl.loop.sampling import Drawn, Sampler, Scored, Thrown
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
+from rlctl.recipes.rl import Rl
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -179,7 +180,7 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
 
     steady = SimpleNamespace(holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None)
     groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
-    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), Said())
+    driver = Rl(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), Said())
     driver.evaluate(3)
     driver.evaluate(3)
     assert [what for what, _ in roles.log] == ["sync", "sample", "sample"]

@@ -11,10 +11,10 @@ from rlctl.memory.fit import does_not_fit, fit_problems
 from rlctl.memory.memory_plan import plan_memory
 from rlctl.presets import presets
 from specs.load.load import load_spec
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 
-def spec_of(folder: Path, preset: str, *changes: str) -> Spec:
+def spec_of(folder: Path, preset: str, *changes: str) -> RlSpec:
     path = folder / "spec.toml"
     path.write_text(presets()[preset].read_text())
     return load_spec(path, changes)

@@ -27,7 +27,7 @@ from rlctl.processes.placement import Plan, make_plan
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import AsBuiltError, RlctlError, RoleFailure
 from specs.load.load import load_spec
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 from specs.wire.as_built import AsBuilt
 from specs.wire.messages import Verb
 
@@ -40,7 +40,7 @@ FUNCTION = "attention function: expected backends.packed.packed_attention.sdpa_b
 class Started:
     """The roles of a run, built once as asked."""
 
-    def __init__(self, spec: Spec, folder: Path, groups: Groups) -> None:
+    def __init__(self, spec: RlSpec, folder: Path, groups: Groups) -> None:
         self.spec, self.folder, self.groups = spec, folder, groups
         self.bodies = build_bodies(spec, folder, folder / "run")
         self.reports = {role: self.build(role) for role in MODULES}

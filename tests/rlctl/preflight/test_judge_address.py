@@ -13,12 +13,12 @@ from small_spec import raw_spec
 from rlctl.check.check_command import check
 from rlctl.preflight.judge_address import address_problems, key_problems
 from specs.load.load import spec_from
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 JUDGE = {"kind": "judge", "model": "m", "prompt": "{completion}", "min_score": 0, "max_score": 1}
 
 
-def spec(url: str, **keys: Any) -> Spec:
+def spec(url: str, **keys: Any) -> RlSpec:
     return spec_from(raw_spec(reward={"terms": [{"kind": "exact_match"}, {**JUDGE, "base_url": url, **keys}]}))
 
 

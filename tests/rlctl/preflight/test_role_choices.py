@@ -11,11 +11,11 @@ from small_spec import raw_spec
 from rlctl.preflight import role_choices as looked_at
 from rlctl.preflight.role_choices import choice_problems, role_kernels
 from specs.load.load import spec_from
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ACTOR, ROLLOUT
-from specs.schema.spec import Spec
 
 
-def asking(kernels: str, **model: Any) -> Spec:
+def asking(kernels: str, **model: Any) -> RlSpec:
     return spec_from(raw_spec(actor={"devices": [0], "engine": {"kind": "ddp", "kernels": kernels}}, **model), [])
 
 

@@ -18,7 +18,7 @@ from rlctl.processes.hosts import check_slurm, may_begin_without, plan_for_hosts
 from rlctl.processes.placement import make_plan, package_root
 from rlctl.processes.remote_check import Questions, checksum_of, problem_here, sizes_in
 from specs.errors import SpecError
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 FAR = RemoteHost(1, "b", ("sh",), sys.executable, str(package_root()))
 PLAIN = Questions(
@@ -80,7 +80,7 @@ def test_a_host_that_comes_late_is_checked_before_its_ranks_start(tmp_path: Path
     cluster = {"hostfile": "hosts", "address": "127.0.0.1", "remote_shell": ["false"]}
     terms = [{"kind": "function", "path": "rewards.py:score"}]
     reward = {"terms": terms, "nodes": 2, "processes": 2, "min_processes": 1}
-    plan = plan_for_hosts(Spec.model_validate(raw_spec(reward=reward, cluster=cluster)), tmp_path, tmp_path / "run")
+    plan = plan_for_hosts(RlSpec.model_validate(raw_spec(reward=reward, cluster=cluster)), tmp_path, tmp_path / "run")
     assert plan.unreached == {"b": "exit code 1: no output"}
     (node,) = plan.role("reward").remote
     assert checksum_of(str(tmp_path / "rewards.py")) in node.check[-1]
@@ -95,7 +95,7 @@ def test_which_hosts_a_run_may_begin_without() -> None:
 
     def may(*hosts: int, **more: Any) -> bool:
         raw = raw_spec(actor=actor, rollout=rollout, reward={**reward, **more})
-        return may_begin_without(Spec.model_validate(raw), frozenset(hosts))
+        return may_begin_without(RlSpec.model_validate(raw), frozenset(hosts))
 
     assert may()
     assert may(3)
@@ -110,19 +110,19 @@ def test_which_hosts_are_checked(tmp_path: Path) -> None:
     cluster = {"hostfile": "hosts", "address": "10.0.0.1"}
     actor = {"nodes": 2, "processes": 2, "launcher": "srun", "devices": [0, 1]}
     rollout = {"first_node": 2, "nodes": 2, "processes": 2, "devices": [3]}
-    spec = Spec.model_validate(raw_spec(actor=actor, rollout=rollout, cluster=cluster))
+    spec = RlSpec.model_validate(raw_spec(actor=actor, rollout=rollout, cluster=cluster))
     found = {host.number: host for host in remote_hosts(spec, make_plan(spec, tmp_path, address="10.0.0.1"), tmp_path)}
     named = {number: (host.name, host.devices) for number, host in found.items()}
     assert named == {1: ("1 of the job", {0, 1}), 2: ("c", {3}), 3: ("d", {3})}
     assert found[1].shell == ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--relative=1", "sh")
     together = {"actor": {**actor, "launcher": "torchrun"}, "rollout": {**rollout, "first_node": 0}}
-    spec = Spec.model_validate(raw_spec(**together, cluster=cluster))
+    spec = RlSpec.model_validate(raw_spec(**together, cluster=cluster))
     (host,) = remote_hosts(spec, make_plan(spec, tmp_path, address="10.0.0.1"), tmp_path)
     assert (host.name, host.devices) == ("b", {0, 1, 3})
 
 
 def test_an_allocation_smaller_than_the_spec() -> None:
-    spec = Spec.model_validate(raw_spec(actor={"nodes": 3, "processes": 3, "launcher": "srun"}))
+    spec = RlSpec.model_validate(raw_spec(actor={"nodes": 3, "processes": 3, "launcher": "srun"}))
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     with pytest.raises(SpecError, match=r"actor\.nodes = 3: the SLURM job has 2: n\[1-2\]"):
         check_slurm(spec, job)

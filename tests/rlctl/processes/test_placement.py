@@ -14,11 +14,11 @@ from small_spec import only_problem, raw_spec
 
 from rlctl.processes.placement import Plan, make_plan, package_root, usable_cores
 from specs.errors import SpecError
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 
 def plan(cores: int = 8, **sections: Any) -> Plan:
-    return make_plan(Spec.model_validate(raw_spec(**sections)), Path("/specs"), cores=cores)
+    return make_plan(RlSpec.model_validate(raw_spec(**sections)), Path("/specs"), cores=cores)
 
 
 @pytest.fixture(autouse=True)

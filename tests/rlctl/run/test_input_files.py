@@ -16,7 +16,7 @@ from rlctl.run.input_files import inputs_of, size_of
 from rlctl.run.run_dir import RunDir
 from specs.errors import RunDirError
 from specs.load.load import spec_from
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 REWARD = """
 import math, json
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec_of(**sections: dict[str, object]) -> Spec:
+def spec_of(**sections: dict[str, object]) -> RlSpec:
     terms = [{"kind": "exact_match"}, {"kind": "function", "path": "code/rewards.py:score"}]
     given = {
         "data": {"train": "rows.jsonl"},
@@ -62,7 +62,7 @@ def spec_of(**sections: dict[str, object]) -> Spec:
     return spec_from(raw_spec(**given | sections))
 
 
-def attempt(folder: Path, spec: Spec | None = None, *, resume: bool = True, accept: bool = False) -> RunDir:
+def attempt(folder: Path, spec: RlSpec | None = None, *, resume: bool = True, accept: bool = False) -> RunDir:
     run = RunDir(folder / "run")
     run.open(spec or spec_of(), folder / "spec.toml", resume=resume, accept_changed_files=accept)
     run.metrics.write_text('{"step": 1}\n')

@@ -16,7 +16,7 @@ from rlctl.show.tracking import TRACKERS, open_trackers
 from specs.errors import Interrupted, RlctlError, SpecError
 from specs.load.keys import kinds_of, tables_of
 from specs.load.load import spec_from
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 STAND_INS = Path(__file__).resolve().parents[2] / "support" / "tracker_packages"
 WANDB = {"kind": "wandb", "project": "mine", "entity": "team"}
@@ -28,7 +28,7 @@ SAMPLES = [
 ]
 
 
-def spec_with(*tracking: dict[str, Any], name: str = "tracked") -> Spec:
+def spec_with(*tracking: dict[str, Any], name: str = "tracked") -> RlSpec:
     return spec_from({**raw_spec(run={"name": name}), "tracking": [dict(table) for table in tracking]})
 
 
@@ -45,7 +45,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         sys.modules.pop(name, None)
 
 
-def run(spec: Spec, folder: Path, steps: range, *, resume: bool = False, warned: list[str] | None = None) -> list[str]:
+def run(
+    spec: RlSpec, folder: Path, steps: range, *, resume: bool = False, warned: list[str] | None = None
+) -> list[str]:
     """Log these steps, with samples; returns what was said to the user."""
     said: list[str] = []
     warn = (warned if warned is not None else said).append
@@ -57,7 +59,7 @@ def run(spec: Spec, folder: Path, steps: range, *, resume: bool = False, warned:
 
 
 def test_every_kind_of_the_schema_has_a_tracker() -> None:
-    tables = tables_of(Spec.model_fields["tracking"].annotation)
+    tables = tables_of(RlSpec.model_fields["tracking"].annotation)
     assert {kind for table in tables for kind in kinds_of(table)} == set(TRACKERS)
 
 

@@ -9,7 +9,7 @@ from small_spec import only_problem, raw_spec
 
 from specs.load.load import spec_from
 from specs.schema.rank_groups import built_mesh
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 
 GPUS = {"kind": "vllm", "tensor_parallel": 2}
 
@@ -18,7 +18,7 @@ def raw(rollout: dict[str, Any]) -> dict[str, Any]:
     return raw_spec(rollout={"engine": {"kind": "vllm"}, **rollout})
 
 
-def spec(rollout: dict[str, Any], *overrides: str) -> Spec:
+def spec(rollout: dict[str, Any], *overrides: str) -> RlSpec:
     return spec_from(raw(rollout), list(overrides))
 
 

@@ -8,21 +8,21 @@ import pytest
 
 from rlctl.loop.residency import MOVES, TABLE
 from specs.load.load import spec_from
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ROLES, build_waves
-from specs.schema.spec import Spec
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=str)
 def test_every_role_is_whole(role) -> None:
-    assert role.name in Spec.model_fields
+    assert role.name in RlSpec.model_fields
     assert find_spec(f"workers.roles.{role.name}")
     assert not role.inherits or role.inherits in ROLES
-    assert not role.needed_if or isinstance(getattr(Spec, role.needed_if), property)
-    assert ("engine" in Spec.section_class(role.name).model_fields) == role.holds_model
+    assert not role.needed_if or isinstance(getattr(RlSpec, role.needed_if), property)
+    assert ("engine" in RlSpec.section_class(role.name).model_fields) == role.holds_model
     assert (role.holds in TABLE) == (role.holds in MOVES) == role.holds_model
 
 
-def small(**sections: object) -> Spec:
+def small(**sections: object) -> RlSpec:
     return spec_from(
         {
             "schema": 1,

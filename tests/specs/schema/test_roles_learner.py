@@ -16,15 +16,14 @@ from rlctl.run.train import train
 from specs.errors import SpecError
 from specs.load import keys
 from specs.load.load import load_spec
-from specs.schema import roles
+from specs.schema import recipes, roles
 
 
 @pytest.fixture
 def spec_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The preset `fake` with a coach, on devices that all take turns on."""
     monkeypatch.setitem(roles.ROLES, "coach", toy_learner.ROW)
-    for module in ("load.load", "load.keys", "load.overrides"):
-        monkeypatch.setattr(f"specs.{module}.Spec", toy_learner.SpecWithCoach)
+    monkeypatch.setitem(recipes.RECIPES, "rl", toy_learner.SpecWithCoach)
     keys.homes.cache_clear()
     path = preset("fake", tmp_path)
     support = REPO / "tests" / "support"

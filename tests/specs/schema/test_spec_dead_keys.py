@@ -26,7 +26,7 @@ from specs.load.load import spec_from
 from specs.rules.transport_rules import choose_transport
 from specs.schema.algorithms.algorithm import Algorithm
 from specs.schema.rank_groups import shard_groups
-from specs.schema.spec import Spec
+from specs.schema.recipes import RlSpec
 from specs.schema.table import Table, meaning_of
 
 DERIVED = ("roles", "evaluations", "samples_per_step", "max_sequence_tokens")
@@ -45,7 +45,7 @@ AT_RUN_TIME = {
 }
 
 # Keys that only ever take one value, or repeat what others say: any other is refused.
-ONE_VALUE = {"schema", "actor.engine.shard", "rollout.engine.tensor_parallel"}
+ONE_VALUE = {"schema", "run.recipe", "actor.engine.shard", "rollout.engine.tensor_parallel"}
 
 # Values where the next one of the type would not do.
 OTHER: dict[str, Any] = {
@@ -223,7 +223,7 @@ def in_effect(raw: dict[str, Any], place: str, table: type[Table]) -> Any:
     return _field(place, table).get_default()
 
 
-def observed(spec: Spec, folder: Path) -> dict[str, Any]:
+def observed(spec: RlSpec, folder: Path) -> dict[str, Any]:
     """Everything that a spec decides before a run starts, and what the driver derives from it."""
     run_dir = folder / spec.run.dir / spec.run.name
     plan = make_plan(spec, folder, cores=4)
@@ -248,7 +248,7 @@ def is_section(key: str, table: type[Table]) -> bool:
 def described_once() -> dict[tuple[str, str], type[Table]]:
     """Return the keys that hold a value, by name and owner: of one that several sections share, the actor's."""
     found: dict[Any, tuple[str, type[Table]]] = {}
-    for key, table in sorted(walk(), key=lambda found: not found[0].startswith("actor.")):
+    for key, table in sorted(walk(RlSpec), key=lambda found: not found[0].startswith("actor.")):
         if key == "reward.terms" or not is_section(key, table):
             name = key.rpartition(".")[2]
             means = meaning_of(table, name) if name in table.model_fields else ""

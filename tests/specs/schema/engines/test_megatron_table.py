@@ -14,8 +14,9 @@ from specs.errors import Problem
 from specs.model_facts import model_facts
 from specs.rules.role_rules import engine_context
 from specs.schema.engines.megatron_table import MegatronTable
+from specs.schema.recipes import RlSpec
 from specs.schema.role_section import DType, Lora, Optimizer
-from specs.schema.spec import ActorSection, Spec
+from specs.schema.spec import ActorSection
 
 MODEL = {**FAMILIES["qwen2"].config, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6}
 MOE = FAMILIES["qwen3_moe"].config
@@ -24,7 +25,7 @@ GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_
 
 def said(section: ActorSection) -> list[Problem]:
     """Return what the engine says of an actor."""
-    return [*section.engine.problems(engine_context(Spec.model_validate(raw_spec()), "actor", section))]
+    return [*section.engine.problems(engine_context(RlSpec.model_validate(raw_spec()), "actor", section))]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The recipes: what a run does in a step."""
