@@ -170,6 +170,10 @@ class TrainEngine(ABC):
         over this rank's tokens or maxima, and the counts of `ENGINE_SUMS` and `ENGINE_MAXIMA`; the caller joins ranks
         and divides. All ranks call it with the same loss; they may differ in work. An empty batch is legal."""
 
+    def evaluate(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
+        """Return what `forward_backward` would, without gradients: nothing changes."""
+        raise ModelError(f"{type(self).__name__} measures no loss without gradients", hint="leave out [eval]")
+
     @abstractmethod
     def optim_step(self) -> StepResult:
         """Sum gradients over ranks where that is not done yet, clip, step optimizer and schedule, zero gradients.

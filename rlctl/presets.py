@@ -18,7 +18,6 @@ from specs.schema.roles import ROLES
 if TYPE_CHECKING:
     from specs.schema.spec import Spec
 
-if TYPE_CHECKING:
     pass
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"

@@ -70,7 +70,7 @@ def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
         engine, device, scores = (
             section.engine,
             "cuda" if section.devices else "cpu",
-            ROLES[name].holds == "score_model",
+            ROLES[name].holds == "score_model" and not spec.learns(name),
         )
         # What of its memory the engine's table does not say. A rollout's formula is whole.
         asked = ("memory",) if ROLES[name].samples else tuple(_QUESTIONS)

@@ -50,13 +50,13 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
     kernels = kernels_of(spec, role)
     if kernels is not None and (kernels.asked != "auto" or kernels.implementation == OWN_MODULES):
         expected["kernels"] = kernels.implementation
-    config, head = config_of(spec.model_path(role), spec_dir), ROLES[role].head
+    config, head = config_of(spec.model_path(role), spec_dir), spec.head(role)
     if section.engine.model_of is not None:
         expected["head"] = "lm" if head == "lm" else "score"
     if section.engine.model_of == "bigram":
         return expected | ({"vocab_size": config["vocab_size"]} if "vocab_size" in config else {})
     if section.engine.model_of == "transformers":
-        expected |= _model(role, section, config)
+        expected |= _model(spec, role, section, config)
     if isinstance(section.engine, TrainTable):
         device = "cuda" if section.devices else "cpu"
         asked = section.engine.library_config(spec.dtype(role), getattr(section, "optimizer", None), device)
@@ -79,9 +79,9 @@ def _attention(section: Any, decision: Decision) -> dict[str, Any]:
     return found
 
 
-def _model(role: RoleName, section: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _model(spec: Spec, role: RoleName, section: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config says of a model of transformers; what it leaves to the default of its class is left out."""
-    facts, tensors, head = model_facts(config), tensors_of_config(config), ROLES[role].head
+    facts, tensors, head = model_facts(config), tensors_of_config(config), spec.head(role)
     found: dict[str, Any] = {"activation_offload": getattr(section, "activation_offload", False)}
     recomputed = getattr(section, "gradient_checkpointing", False)
     if recomputed is not True:
@@ -97,7 +97,7 @@ def _model(role: RoleName, section: Any, config: Mapping[str, Any]) -> dict[str,
         return found
     if tensors is not None:
         tensors = tensors if head == "lm" else tensors.with_score_layer(facts.hidden_size)
-        learning = _learning(tensors, getattr(section, "lora", None)) if ROLES[role].learns else 0
+        learning = _learning(tensors, getattr(section, "lora", None)) if spec.learns(role) else 0
         found |= {"parameters": tensors.elements, "trainable_parameters": learning}
     return {"tied_embeddings": facts.tied_embeddings, **found}
 

@@ -14,12 +14,17 @@ from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
 from specs.model_facts import LAYER_KINDS, merged_config, positions_of, tokens_of_one_rope
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"
-_LENGTHS = "data.max_prompt_tokens + data.max_response_tokens"
+# What to lower where sequences of prompts and completions are too long, and the key.
+_PROMPTS_AND_COMPLETIONS = (
+    "lower data.max_prompt_tokens or data.max_response_tokens",
+    "data.max_prompt_tokens + data.max_response_tokens",
+)
 _CAUSAL = "name a causal language model (Qwen, Llama, Gemma, …)"
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
@@ -31,11 +36,13 @@ class ModelCheck:
     hand."""
 
     def __init__(self, spec: Spec, role: RoleName, spec_dir: Path) -> None:
-        self.key, self.path = (
-            "model.path" if role == spec.lead and not getattr(spec.lead_section, "model", "") else f"{role}.model",
-            spec.model_path(role),
-        )
-        self._role, self._bigram = ROLES[role], spec.lead_engine.model_of == "bigram"
+        self.path = spec.model_path(role)
+        self.key = "model.path" if self.path == spec.model.path else f"{role}.model"
+        self._bigram = spec.lead_engine.model_of == "bigram"
+        self._role, self._learns, self._head = role, spec.learns(role), spec.head(role)
+        rl = isinstance(spec, RlSpec)
+        self._lengths = _PROMPTS_AND_COMPLETIONS if rl else ("lower it", "data.max_tokens")
+        self._same_tokens = role == spec.lead or ROLES[role].same_tokens
         self._from_scratch = role == spec.lead and (spec.model.from_scratch or self._bigram)
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
@@ -106,7 +113,7 @@ class ModelCheck:
         self.config = dict(merged_config(config))
         if not self._heads_fit():
             return
-        if self.key == "model.path" or not self._role.same_tokens:  # else it is compared with the actor's
+        if self.key == "model.path" or not self._same_tokens:  # else it is compared with the actor's
             for wrong in tokenizer_problems(folder, self.config):
                 self._wrong(*wrong)
         if not self._from_scratch:
@@ -137,7 +144,7 @@ class ModelCheck:
         elif not (folder / "model.safetensors").exists() and "model.safetensors" in names:
             return  # they are on the hub
         else:
-            for wrong in weight_problems(folder, self.config, self._role.head):
+            for wrong in weight_problems(folder, self.config, self._head):
                 self._wrong(*wrong)
 
     # ── what a role does with it ──────────────────────────────────────────────────────────────────
@@ -154,13 +161,13 @@ class ModelCheck:
                 f"{kind} has layers of type {', '.join(unknown)}; rlctl does not compute these on packed rows",
                 _CAUSAL,
             )
-        if not self._from_scratch and self._role.head == "lm" and _OTHER_HEADS.search(architecture):
+        if not self._from_scratch and self._head == "lm" and _OTHER_HEADS.search(architecture):
             return f"holds a {architecture}, which has no language modeling head", _CAUSAL
         if how and not self._from_scratch:
             method = how.get("quant_method", "") if isinstance(how, dict) else ""
             why = (
                 "they can be neither trained nor synced"
-                if self._role.learns
+                if self._learns
                 else "its log-probs would not be the model's own"
             )
             hint = "name the model that it was made from, in bf16 or fp32"
@@ -177,8 +184,8 @@ class ModelCheck:
             message += "log-probs would depend on the micro-batch"
         else:
             return
-        if self._role.same_tokens:
-            hint, key = "lower data.max_prompt_tokens or data.max_response_tokens", _LENGTHS
+        if self._same_tokens:
+            hint, key = self._lengths
         else:
-            hint, key = "lower it", f"{self._role.name}.max_sequence_tokens"
+            hint, key = "lower it", f"{self._role}.max_sequence_tokens"
         self._wrong(message, hint, key, str(longest))

@@ -110,7 +110,7 @@ def _model(spec: Spec, role: RoleName, path: str) -> ModelConfig:
     own_path, head = spec.model_path(role) != spec.model.path, spec.head(role)
     return ModelConfig(
         path=path,
-        from_scratch=spec.model.from_scratch and not own_path and head not in HEADS_OF_FILES,
+        from_scratch=spec.model.from_scratch and not own_path and (head not in HEADS_OF_FILES or spec.learns(role)),
         seed=spec.run.seed,
         dtype=spec.dtype(role),
         attn_implementation=spec.attention(role),

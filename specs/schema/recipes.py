@@ -15,7 +15,7 @@ from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.eval_sets import EvalSection, Evaluation
 from specs.schema.objectives import BradleyTerry, Nll, Objective, PreferenceObjective, RowsObjective
 from specs.schema.rewards import RewardTerm
-from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL, HeadKind, RoleName
+from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL, RoleName
 from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import DataSection, SyncSection
 from specs.schema.spec import (
@@ -202,9 +202,6 @@ class RewardModelSpec(RowsSpec):
     @property
     def needs_reward_model(self) -> bool:
         return True
-
-    def head(self, role: RoleName) -> HeadKind:
-        return "value"  # made anew where the files have none
 
 
 RECIPES: Mapping[str, type[Spec]] = {

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
-
-import numpy as np
+from collections.abc import Mapping
+from typing import ClassVar
 
 from backends.protocol import Rank
 from specs.schema.roles import CRITIC, RoleName
-from specs.wire.batch import Batch
 from specs.wire.messages import Verb
-from workers.roles.learner import Learner
+from workers.roles.score_learner import ScoreLearner
 from workers.serve import Handler
 
 
-class Critic(Learner):
+class Critic(ScoreLearner):
     """A rank of the critic."""
 
     role: ClassVar[RoleName] = CRITIC
-
-    def proof(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Mapping[str, Any]:
-        """The value before each token of the prompts but the first, and in which precision."""
-        length_B = np.array([len(prompt) for prompt in prompts])
-        tokens_T = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
-        batch = Batch({"tokens_T": tokens_T, "length_B": length_B})
-        value_T = self.engine.values(batch.with_columns(loss_mask_T=batch.predicted_T))
-        pieces = np.split(value_T, batch.offsets[1:-1])
-        return {"values": [piece[1:].tolist() for piece in pieces], "dtype": self.config.model.dtype}
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

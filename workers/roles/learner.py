@@ -35,6 +35,12 @@ class Learner(Trainer):
         scale = LossScale(**call.body.scale.model_dump())
         return {"sums": dict(self.engine.forward_backward(call.batch, call.body.loss, scale))}, {}
 
+    def evaluate(self, call: Request[bodies.Update], emit: Emit) -> Reply:
+        """Loss of this rank's share of a batch, without gradients."""
+        self.describe(call)
+        scale = LossScale(**call.body.scale.model_dump())
+        return {"sums": dict(self.engine.evaluate(call.batch, call.body.loss, scale))}, {}
+
     def step(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         """The optimizer step, from the gradients of `update`."""
         step = self.engine.optim_step()
@@ -83,6 +89,7 @@ class Learner(Trainer):
     def handlers(self) -> Mapping[Verb, Handler]:
         verbs: Mapping[Verb, TypedHandler] = {
             Verb.UPDATE: self.update,
+            Verb.EVALUATE: self.evaluate,
             Verb.STEP: self.step,
             Verb.SAVE: self.save,
             Verb.LOAD: self.load,

@@ -49,6 +49,10 @@ class EngineContext:
     def device(self) -> str:
         return "cuda" if self.section.devices else "cpu"
 
+    @property
+    def learns(self) -> bool:
+        return getattr(self.section, "optimizer", None) is not None
+
 
 class EngineTable(Table):
     """The table of any engine. `kind` chooses it."""

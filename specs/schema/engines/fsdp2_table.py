@@ -53,7 +53,7 @@ class Fsdp2Table(OwnModules):
             yield self._mesh_problem(role, section.processes)
         if self.offload == "cpu" and not section.devices:
             yield no_effect(f"{role}.engine.offload", f"{role} runs on the CPU")
-        if not ROLES[role].learns and "sync_every_micro_batch" in self.model_fields_set:
+        if not context.learns and "sync_every_micro_batch" in self.model_fields_set:
             yield no_effect(f"{role}.engine.sync_every_micro_batch", f"{ROLES[role].title} has no gradients")
 
     def memory_hint(self, role: RoleName) -> str | None:

@@ -49,8 +49,8 @@ class ZeroTable(OwnModules):
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse stages and offloads that cannot be, and extra keys that contradict the spec."""
         role, optimizer = context.role, getattr(context.section, "optimizer", None)
-        yield from self._stage_problems(role, context.dtype)
-        yield from self._offload_problems(role, context.device)
+        yield from self._stage_problems(role, context)
+        yield from self._offload_problems(role, context)
         settings = self._settings(context.dtype, optimizer, context.device)
         yield from DEEPSPEED.problems(role, optimizer is not None, self.deepspeed, settings)
 
@@ -112,28 +112,28 @@ class ZeroTable(OwnModules):
         else:
             yield from _zero12(held, self, config)
 
-    def _stage_problems(self, role: RoleName, dtype: DType) -> Iterator[Problem]:
+    def _stage_problems(self, role: RoleName, context: EngineContext) -> Iterator[Problem]:
         key = f"{role}.engine.stage"
         if self.kind == "zero3" and self.stage != 3:
             hint = f'remove the key, or write {role}.engine.kind = "zero"'
             yield Problem(key, f'contradicts {role}.engine.kind = "zero3", which means stage 3', hint, str(self.stage))
-        elif not ROLES[role].learns and self.stage != 3:
+        elif not context.learns and self.stage != 3:
             message = f"cuts what only learning needs, and {ROLES[role].title} does not learn"
             yield Problem(key, message, f'use stage 3, or {role}.engine.kind = "ddp"', str(self.stage))
-        elif self.stage == 1 and dtype == "bf16":
+        elif self.stage == 1 and context.dtype == "bf16":
             # DeepSpeed has another optimizer for just this, with another layout.
             message = f'does not go with {role}.dtype = "bf16" here'
             yield Problem(key, message, "stage 2 takes less memory for the same result", "1")
 
-    def _offload_problems(self, role: RoleName, device: str) -> Iterator[Problem]:
+    def _offload_problems(self, role: RoleName, context: EngineContext) -> Iterator[Problem]:
         if self.offload_parameters and self.stage != 3:
             message = f"needs stage 3, and {role}.engine.stage is {self.stage}: below it every rank has all parameters"
             yield Problem(f"{role}.engine.offload_parameters", message, f"set {role}.engine.stage = 3", "true")
         for name in ("offload_optimizer", "offload_parameters"):
             key, value = f"{role}.engine.{name}", getattr(self, name)
-            if value and device == "cpu":
+            if value and context.device == "cpu":
                 yield Problem(key, f"has no effect: {role} runs on the CPU", "remove the key", show(value))
-            elif name == "offload_optimizer" and name in self.model_fields_set and not ROLES[role].learns:
+            elif name == "offload_optimizer" and name in self.model_fields_set and not context.learns:
                 yield Problem(key, f"has no effect: {ROLES[role].title} does not learn", "remove the key", show(value))
 
 
