@@ -5,8 +5,8 @@ Drawing is stateless: draw `d` is a function of the seed and `d` alone, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from backends.hf.tokenizer import TextCodec
 from specs.errors import DataError
 from specs.schema.eval_sets import Evaluation
+from specs.schema.rows import RowSet
 from specs.wire.batch import Column
+from specs.wire.messages import ROW_COLUMNS
 from specs.wire.role_config import DataConfig
+from workers.data.examples import ExampleTable, build_examples
 from workers.data.prompts import PromptTable, build_table
 from workers.data.row_source import read_rows
 
@@ -88,6 +91,118 @@ class PromptStream:
         if epoch not in self._orders:
             self._orders = {epoch: scattered(len(self.indices), self.seed, epoch)}
         return int(self.indices[self._orders[epoch][place]])
+
+
+@dataclass
+class RowStream:
+    """Rows of several sources in the order in which they are drawn: each source as often as its weight says, by a
+    smooth weighted round robin, which depends on the draw's number alone."""
+
+    tables: Sequence[ExampleTable]
+    indices: Sequence[NDArray[np.int64]]  # rows of each that may be drawn
+    first_rows: Sequence[int]  # what the first row of each is called
+    weights: Sequence[float] = (1.0,)
+    seed: int = 0
+    shuffle: bool = False
+    endless: bool = True
+    _drawn: list[tuple[int, int]] = field(default_factory=list)  # source and how many of it came before, by draw
+    _orders: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict)
+
+    def draw(self, position: int, count: int) -> tuple[dict[str, Column], dict[str, Any]]:
+        """Return ROW_COLUMNS of `count` draws from number `position` on, and the cursor after them."""
+        total = sum(map(len, self.indices))
+        end = position + count if self.endless else min(position + count, total)
+        self._schedule(end)
+        found: dict[str, list[Column]] = {name: [] for name in (*ROW_COLUMNS, "length_B")}
+        for draw in range(position, end):
+            source, nth = self._drawn[draw]
+            columns = self.tables[source].columns([self._row(source, nth)], [draw], self.first_rows[source])
+            for name, column in columns.items():
+                found[name].append(column)
+        epochs = [
+            sum(one == source for one, _ in self._drawn[:end]) / len(rows) for source, rows in enumerate(self.indices)
+        ]
+        empty = self.tables[0].columns([], [], 0)
+        joined = {name: np.concatenate(pieces) if pieces else empty[name] for name, pieces in found.items()}
+        return joined, {"position": max(position, end), "epoch": max(epochs)}
+
+    def _schedule(self, end: int) -> None:
+        """Say which source each draw up to `end` is of."""
+        total = sum(self.weights)
+        counts = [sum(one == source for one, _ in self._drawn) for source in range(len(self.tables))]
+        while len(self._drawn) < end:
+            due = [
+                (len(self._drawn) + 1) * weight / total - count
+                for weight, count in zip(self.weights, counts, strict=True)
+            ]
+            source = int(np.argmax(due))
+            self._drawn.append((source, counts[source]))
+            counts[source] += 1
+
+    def _row(self, source: int, nth: int) -> int:
+        indices = self.indices[source]
+        epoch, place = divmod(nth, len(indices))
+        if not self.shuffle:
+            return int(indices[place])
+        if (source, epoch) not in self._orders:
+            self._orders = {key: order for key, order in self._orders.items() if key[0] != source}
+            self._orders[source, epoch] = scattered(len(indices), self.seed + source, epoch)
+        return int(indices[self._orders[source, epoch][place]])
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Rows that a run learns from, and those that it is evaluated on."""
+
+    train: RowStream
+    eval: RowStream | None
+    name: str = ""  # of the evaluation
+
+    def stream(self, what: str) -> RowStream:
+        if what == "eval":
+            return self.eval or replace(self.train, indices=[one[:0] for one in self.train.indices], endless=False)
+        return self.train if what == "train" else replace(self.train, shuffle=False, endless=False, _drawn=[])
+
+    def report(self) -> dict[str, Any]:
+        """Return counts of read and skipped rows, for the user."""
+        tables = self.train.tables
+        return {
+            "rows": sum(map(len, self.train.indices)),
+            "eval_rows": {self.name: sum(map(len, self.eval.indices))} if self.eval else {},
+            "dropped_overlong": sum(table.dropped_overlong for table in tables),
+            "dropped_bad": sum(table.dropped_bad for table in tables),
+        }
+
+
+def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
+    """Read and tokenise the rows of `[data]` and `[eval]`. Raises DataError."""
+    rows = config.rows
+    assert rows is not None, "there are no rows"
+
+    def table(source: RowSet, most: int | None) -> ExampleTable:
+        found = read_rows(source.path, split=source.split, base=Path(config.spec_dir), max_rows=most)
+        return build_examples(found, source, rows, codec)
+
+    sources = rows.rows.sources
+    tables = [table(source, rows.rows.max_rows) for source in sources]
+    indices = [np.arange(len(one), dtype=np.int64) for one in tables]
+    first_rows = np.cumsum([0, *map(len, tables)]).tolist()
+    held = None
+    if rows.eval is not None and rows.eval.data:
+        own = table(sources[0].model_copy(update={"path": rows.eval.data, "split": rows.eval.split}), None)
+        chosen = np.arange(min(rows.eval.rows, len(own)), dtype=np.int64)
+        held = RowStream([own], [chosen], [first_rows[-1]], endless=False)
+    elif rows.eval is not None:
+        cut = len(tables[0]) - rows.eval.rows
+        if cut <= 0:
+            hint = "lower eval.rows, or name another source in eval.data"
+            short = f"{sources[0].path} has only {len(tables[0])} usable rows: all would be held out"
+            raise DataError(f"eval.rows = {rows.eval.rows}: {short}", hint=hint)
+        held = RowStream(tables[:1], [indices[0][cut:]], [0], endless=False)
+        indices[0] = indices[0][:cut]
+    weights = [source.weight for source in sources]
+    train = RowStream(tables, indices, first_rows, weights, config.seed, rows.rows.shuffle)
+    return RunRows(train, held, rows.eval.name if rows.eval else "")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from backends.protocol import Rank
 from specs.wire import bodies
 from specs.wire.messages import Verb
 from specs.wire.role_config import DataConfig
-from workers.data.data_set import RunData, open_data
+from workers.data.data_set import RunData, RunRows, open_data, open_rows
 from workers.rank_report import as_built
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 
@@ -22,6 +22,7 @@ class Data:
         self._config: DataConfig | None = None
         self._codec: TextCodec | None = None
         self._data: RunData | None = None
+        self._rows: RunRows | None = None
 
     def build(self, call: Request[DataConfig], emit: Emit) -> Reply:
         """Load the tokenizer. Raises ModelError."""
@@ -33,9 +34,18 @@ class Data:
         """Read and tokenise all data. Raises DataError naming the file and row."""
         assert self._config is not None, "build comes first"
         assert self._codec is not None
-        self._data = open_data(self._config, self._codec)
+        if self._config.rows is not None:
+            self._rows = open_rows(self._config, self._codec)
+            return self._rows.report(), {}
         assert self._config.data is not None
+        self._data = open_data(self._config, self._codec)
         return self._data.report(self._config.data.answer_column), {}
+
+    def rows(self, call: Request[bodies.DrawRows], emit: Emit) -> Reply:
+        """The rows at a position of the cursor, which the body holds as it is after them."""
+        assert self._rows is not None, "open_data comes first"
+        columns, state = self._rows.stream(call.body.what).draw(call.body.position, call.body.count)
+        return state, columns
 
     def prompts(self, call: Request[bodies.Prompts], emit: Emit) -> Reply:
         """The prompts at a position of the cursor, each repeated for its group. The body holds the cursor after them,
@@ -53,6 +63,7 @@ class Data:
             Verb.BUILD: self.build,
             Verb.OPEN_DATA: self.open_data,
             Verb.PROMPTS: self.prompts,
+            Verb.ROWS: self.rows,
         }
         return typed(verbs, {Verb.BUILD: DataConfig})
 
