@@ -31,7 +31,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Example:
-    """What a row teaches: one sequence, or a chosen one and then a rejected one."""
+    """Hold what a row teaches: one sequence, or a chosen one and then a rejected one."""
 
     sequences: Sequence[Learned]
     chosen: Sequence[int]  # of each sequence, 1 or 0
