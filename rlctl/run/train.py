@@ -27,6 +27,7 @@ from rlctl.run.lineage import Fork, fork_from, spec_source
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
+from rlctl.show.eval_keys import headline
 from rlctl.show.metrics_file import MetricsWriter, append_samples, last_values, read_metrics, truncate_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
@@ -142,12 +143,13 @@ def journaled(run: RunDir) -> Iterator[None]:
 
 def print_result(run_dir: Path) -> None:
     """Print the last line of a run that reached its end, for programs and so not on a terminal: `result: ` and JSON
-    with `run_dir`, `step` and the last values of `reward/mean` and of every evaluation."""
+    with `run_dir`, `step` and the last values of what the run is followed by and of every evaluation."""
     screen = Screen(outlives=True)
     if getattr(screen.file, "isatty", lambda: False)():
         return
-    last = last_values(read_metrics(run_dir / "metrics.jsonl"))
-    shown = {key: value for key, value in last.items() if key in ("step", "reward/mean") or key.startswith("eval/")}
+    records = read_metrics(run_dir / "metrics.jsonl")
+    named = ("step", headline(records).key)
+    shown = {key: value for key, value in last_values(records).items() if key in named or key.startswith("eval/")}
     screen.print(Text("result: " + json_text({"run_dir": str(run_dir), **shown})), soft_wrap=True)
 
 

@@ -57,7 +57,8 @@ class Progress:
         self._total, self._step, self._name = total_steps, start_step, name
         self._started = self._phase_started = time.monotonic()
         self._phase = "start"
-        self._rewards: list[float | None] = []
+        self._headline = eval_keys.HEADLINES[0]
+        self._values: list[float | None] = []  # of the headline
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._step_s: deque[float] = deque(maxlen=WINDOW)
         self._evals: dict[str, list[tuple[int, dict[str, float]]]] = {}  # step and metrics of each, by name
@@ -114,7 +115,8 @@ class Progress:
         now = time.monotonic()
         self._step_s.append(metrics.get("time/wall_s") or metrics.get("time/step_s") or 0.0)
         self._step = int(metrics["step"])
-        self._rewards.append(metrics.get("reward/mean"))
+        self._headline = eval_keys.headline([metrics])
+        self._values.append(metrics.get(self._headline.key))
         self._recent.append(dict(metrics))
         self._keep_evals(self._step, metrics)
         if self.live:
@@ -127,7 +129,7 @@ class Progress:
         self._keep_evals(step, metrics)
         if not self.live:
             for name, values in eval_keys.by_set(metrics).items():
-                self.message(f"eval {name}  step {step}  reward {eval_keys.words(values)}")
+                self.message(f"eval {name}  step {step}  {eval_keys.word(values)} {eval_keys.words(values)}")
 
     def checkpoint(self, step: int) -> None:
         """Show that a checkpoint was written."""
@@ -169,7 +171,7 @@ class Progress:
     def eta_s(self) -> float | None:
         """Estimate the seconds left from the recent steps without the very first (a warm-up); None before any."""
         seen = list(self._step_s)
-        if len(seen) > 1 and len(self._rewards) <= WINDOW:
+        if len(seen) > 1 and len(self._values) <= WINDOW:
             seen = seen[1:]
         return (self._total - self._step) * sum(seen) / len(seen) if seen else None
 
@@ -177,8 +179,10 @@ class Progress:
 
     def _plain_line(self) -> str:
         latest = self._recent[-1]
-        parts = [f"step {self._step}/{self._total}", f"reward {number(latest.get('reward/mean'))}"]
-        parts += _known(latest, loss="actor/loss", kl="actor/kl", length="rollout/length_mean", stale=STALENESS)
+        headline = self._headline
+        parts = [f"step {self._step}/{self._total}", f"{headline.word} {number(latest.get(headline.key))}"]
+        parts += _losses(latest, headline.key)
+        parts += _known(latest, kl="actor/kl", length="rollout/length_mean", stale=STALENESS, epoch="data/epoch")
         if (finished := latest.get("rollout/finished")) is not None:
             parts.append(f"finished {share(finished)}")
         parts += filter(None, (_silent(latest), replicas(latest)))
@@ -211,7 +215,7 @@ class Progress:
         rows.add_column(style="bold", no_wrap=True, width=7)
         rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         width = max(20, self.console.width - 9)
-        rows.add_row("reward", self._reward_row(width))
+        rows.add_row(self._headline.word, self._headline_row(width))
         for name, history in self._evals.items():
             rows.add_row("eval", _eval_row(name, history, width))
         if self._recent and self._recent[-1].get("rollout/length_mean") is not None:
@@ -234,15 +238,15 @@ class Progress:
         head.add_row(name, Text(step), bar, Text(eta))
         return head
 
-    def _reward_row(self, width: int) -> Text:
-        latest = self._rewards[-1] if self._rewards else None
+    def _headline_row(self, width: int) -> Text:
+        latest = self._values[-1] if self._values else None
         parts = [Text(number(latest), style="bold green")]
         if self._recent and (silent := _silent(self._recent[-1])):
             parts.append(Text(silent, style="yellow"))
-        known = [value for value in self._rewards if value is not None]
+        known = [value for value in self._values if value is not None]
         if known:
             parts.append(Text(sparkline(known, max(8, min(48, width - 33))), style="green"))
-            parts.append(Text(f"from {number(known[0])}, best {number(max(known))}"))
+            parts.append(Text(f"from {number(known[0])}, best {number((min if self._headline.falls else max)(known))}"))
         return _fitting(parts, width)
 
     def _length_row(self, width: int) -> Text:
@@ -258,8 +262,9 @@ class Progress:
     def _speed_row(self, width: int) -> Text:
         latest = self._recent[-1] if self._recent else {}
         parts = [f"{count(latest.get('perf/tokens_per_s'))} tokens/s", f"{number(latest.get('time/step_s'))} s/step"]
-        parts += _known(latest, loss="actor/loss", KL="actor/kl", entropy="actor/entropy", gap="rollout/logprob_gap")
-        parts += _known(latest, stale=STALENESS)
+        parts += _losses(latest, self._headline.key)
+        parts += _known(latest, KL="actor/kl", entropy="actor/entropy", gap="rollout/logprob_gap", stale=STALENESS)
+        parts += _known(latest, epoch="data/epoch")
         return _fitting([Text(part) for part in parts], width)
 
     def _now_row(self, width: int) -> Text:
@@ -281,6 +286,12 @@ def _known(metrics: Mapping[str, Any], **keys: str) -> list[str]:
     return [f"{label} {number(metrics[key])}" for label, key in keys.items() if metrics.get(key) is not None]
 
 
+def _losses(metrics: Mapping[str, Any], shown: str) -> list[str]:
+    """Write the loss of what learns, where that is not `shown` already."""
+    keys = (key for key in ("actor/loss", "reward_model/loss") if key != shown)
+    return [text for key in keys for text in _known(metrics, loss=key)]
+
+
 def _silent(metrics: Mapping[str, Any]) -> str:
     """Say how many groups taught nothing in a step, where it is half of them or more."""
     silent = metrics.get("reward/silent_groups")
@@ -299,9 +310,10 @@ def _fitting(parts: Sequence[Text], width: int) -> Text:
 
 def _eval_row(name: str, history: Sequence[tuple[int, Mapping[str, float]]], width: int) -> Text:
     """Show the newest values of a set, and its first mean."""
-    (step, values), first = history[-1], history[0][1][eval_keys.MEAN]
-    parts = [Text(f"{name} {number(values[eval_keys.MEAN])}", style="green").append(f" at step {step}", style="dim")]
-    others = [metric for metric in eval_keys.shown(values) if metric != eval_keys.MEAN]
+    (step, values), main = history[-1], eval_keys.main(history[-1][1])
+    first = history[0][1].get(main)
+    parts = [Text(f"{name} {number(values[main])}", style="green").append(f" at step {step}", style="dim")]
+    others = [metric for metric in eval_keys.shown(values) if metric != main]
     parts += [Text(f"{metric} {number(values[metric])}", style="green") for metric in others]
     return _fitting([*parts, Text(f"first {number(first)}", style="dim")], width)
 

@@ -29,14 +29,18 @@ def _of_learners(metric: str) -> dict[str, str]:
 
 # Charts of one metric each: title, unit, label → key of metrics.jsonl.
 CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("Loss", "", _of_learners("loss")),
+    ("Loss", "", {**_of_learners("loss"), "reward_model": "reward_model/loss"}),
+    ("Token accuracy", "share", {"likeliest": "actor/token_accuracy"}),
+    ("Reward margin", "", {"actor": "actor/reward_margin", "reward model": "reward_model/margin"}),
+    ("Implicit rewards", "", {"chosen": "actor/chosen_reward", "rejected": "actor/rejected_reward"}),
+    ("Scores", "", {"chosen": "reward_model/chosen_score", "rejected": "reward_model/rejected_score"}),
     ("Entropy", "nats per token", _of_learners("entropy")),
     ("KL", "nats per token", {"to the reference": "actor/kl", "to the sampling policy": "actor/approx_kl"}),
     ("Clipped tokens", "share", _of_learners("clip_fraction")),
     ("Sampler against trainer", "|Δ log-prob|", {"mean": "rollout/logprob_gap", "probe": "sync/probe_gap"}),
     ("Staleness", "steps", {"mean": "rollout/staleness_mean", "largest": "rollout/staleness_max"}),
-    ("Gradient norm", "before clipping", _of_learners("grad_norm")),
-    ("Learning rate", "", _of_learners("lr")),
+    ("Gradient norm", "before clipping", {**_of_learners("grad_norm"), "reward_model": "reward_model/grad_norm"}),
+    ("Learning rate", "", {**_of_learners("lr"), "reward_model": "reward_model/lr"}),
     ("Finished completions", "share that ends by itself", {"finished": "rollout/finished"}),
     ("Completion length", "tokens", {"mean": "rollout/length_mean"}),
     ("Throughput", "tokens/s", {"prompt and completion": "perf/tokens_per_s"}),
@@ -144,10 +148,11 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
     spent = sum(drawable(record.get("time/wall_s") or record.get("time/step_s")) or 0.0 for record in steps)
     speed = [y for _, y in points(steps[len(steps) // 2 :], "perf/tokens_per_s")]
     planned = run.get("steps")
+    shown = eval_keys.headline(steps)
     tiles = {
         "steps": f"{steps[-1]['step']}" + (f" of {planned}" if planned else ""),
         "training time": duration(spent),
-        "mean reward": _first_and_last(steps, "reward/mean") or "–",
+        "mean reward" if shown.word == "reward" else shown.word: _first_and_last(steps, shown.key) or "–",
         "tokens per second": count(sum(speed) / len(speed) if speed else None),
     }
     tiles |= {heading: _first_and_last(records, key) for heading, key in eval_keys.keys(records).items()}
@@ -183,14 +188,17 @@ def _term_names(resolved: dict[str, Any]) -> dict[str, str]:
 
 def _charts(records: Records, terms: dict[str, str]) -> str:
     sets = eval_keys.by_set({key: points(records, key) for key in dict.fromkeys(itertools.chain(*records))})
-    reward = {"train": points(records, "reward/mean")}
-    reward |= {f"eval {name}": series[eval_keys.MEAN] for name, series in sets.items()}
+    shown = eval_keys.headline(records)
+    main = {"train": points(records, shown.key)}
+    main |= {f"eval {name}": series[eval_keys.main(series)] for name, series in sets.items()}
     figures = [
-        chart("Reward", reward),
+        chart(shown.word.capitalize(), main),
         chart("Reward spread", {"all completions": points(records, "reward/std")}, unit="standard deviation"),
         _terms_chart("Terms of the reward", {term: points(records, f"reward/{term}") for term in terms}, terms),
     ]
     for name, series in sets.items():
+        for metric in [metric for metric in eval_keys.BESIDES if metric in series and metric != shown.metric]:
+            figures.append(chart(f"{metric.replace('_', ' ').capitalize()}, eval {name}", {metric: series[metric]}))
         solved = {metric: series[metric] for metric in eval_keys.solved(series)}
         figures.append(chart(f"Solved, eval {name}", solved, unit="share of prompts"))
         figures.append(_terms_chart(f"Terms, eval {name}", series, terms))

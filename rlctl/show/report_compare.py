@@ -21,7 +21,6 @@ from specs.load.dotted_keys import flattened
 LAST_SHARE = 0.1  # a final value is the mean over that share of a run's steps: a step's own is noisy
 # What a run ends with: heading → key of metrics.jsonl.
 FINALS = {
-    "reward": "reward/mean",
     "finished": "rollout/finished",
     "length": "rollout/length_mean",
     "entropy": "actor/entropy",
@@ -101,7 +100,10 @@ def differences(runs: Sequence[ComparedRun]) -> Rows:
 
 
 def finals(runs: Sequence[ComparedRun]) -> Rows:
-    keys = eval_keys.keys(line for run in runs for line in run.records) | FINALS
+    shown = {each.word: each.key for each in (eval_keys.headline(run.records) for run in runs)}
+    known = {key for run in runs for line in run.records for key in line}
+    shown |= {heading: key for heading, key in FINALS.items() if key in known}
+    keys = eval_keys.keys(line for run in runs for line in run.records) | shown
     rows = []
     for run in runs:
         steps = [line["step"] for line in run.records]
@@ -109,7 +111,7 @@ def finals(runs: Sequence[ComparedRun]) -> Rows:
         cells = [run.name, str(max(steps, default=0)), run.outcome, duration(spent)]
         for heading, key in keys.items():
             series = points(run.records, key)
-            value = final(run.records, key) if key in FINALS.values() else series[-1][1] if series else None
+            value = final(run.records, key) if key in shown.values() else series[-1][1] if series else None
             cells.append(share(value) if heading == "finished" and value is not None else number(value))
         rows.append(cells)
     return ["run", "steps", "end", "time", *keys], rows
@@ -117,7 +119,8 @@ def finals(runs: Sequence[ComparedRun]) -> Rows:
 
 def _charts(runs: Sequence[ComparedRun]) -> str:
     """Draw a chart of each metric, with a line for each run: as many runs as can be told apart."""
-    wanted = {"Reward": ("reward/mean", "")}
+    shown = eval_keys.headline(line for run in runs for line in run.records)
+    wanted = {shown.word.capitalize(): (shown.key, "")}
     evaluated = eval_keys.keys(line for run in runs for line in run.records)
     wanted |= {heading[0].upper() + heading[1:]: (key, "") for heading, key in evaluated.items()}
     wanted["Reward spread"] = ("reward/std", "standard deviation")

@@ -42,11 +42,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Say what a run reached. `score`: its last evaluation, else the mean reward of the last tenth of its steps."""
+    """Say what a run reached. `score`: its last evaluation, else the mean of `shown` over the last tenth of its
+    steps."""
 
     step: int
     score: float | None
     metrics: Mapping[str, Any]
+    shown: eval_keys.Headline
 
 
 def outcome(run_dir: Path) -> Outcome:
@@ -56,13 +58,15 @@ def outcome(run_dir: Path) -> Outcome:
         records = []
     metrics = last_values(records)
     evaluations = _evaluations(metrics)
-    score = metrics[evaluations[0]] if evaluations else final(records, "reward/mean")
-    return Outcome(records[-1]["step"] if records else 0, score, metrics)
+    shown = eval_keys.headline(records)
+    score = metrics[evaluations[0]] if evaluations else final(records, shown.key)
+    return Outcome(records[-1]["step"] if records else 0, score, metrics, shown)
 
 
 def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the keys of mean rewards, in the order of the spec."""
-    return [f"{eval_keys.PREFIX}{name}/{eval_keys.MEAN}" for name in eval_keys.by_set(metrics)]
+    """Return the key that each evaluation is shown by, in the order of the spec."""
+    sets = eval_keys.by_set(metrics)
+    return [f"{eval_keys.PREFIX}{name}/{eval_keys.main(values)}" for name, values in sets.items()]
 
 
 class SweepTable:
@@ -138,8 +142,10 @@ class SweepTable:
     @property
     def score_name(self) -> str:
         """Name the metric that runs are ranked by."""
-        found = [key for trial in self.trials.values() for key in _evaluations(outcome(trial.run_dir).metrics)]
-        return next(iter(found), "reward/mean")
+        found = [outcome(trial.run_dir) for trial in self.trials.values()]
+        evaluations = [key for each in found for key in _evaluations(each.metrics)]
+        steps = [each.shown.key for each in found if each.step]
+        return next(iter([*evaluations, *steps]), eval_keys.HEADLINES[0].key)
 
     def print_results(self) -> None:
         """Print every run, best first; over seeds, where they are swept, means and standard deviations."""
@@ -164,7 +170,7 @@ class SweepTable:
 
     def _ranked(self) -> list[tuple[Trial, Outcome]]:
         found = [(trial, outcome(trial.run_dir)) for trial in self.trials.values()]
-        return sorted(found, key=lambda pair: -math.inf if pair[1].score is None else pair[1].score, reverse=True)
+        return sorted(found, key=lambda pair: _worth(pair[1]), reverse=True)
 
     def _over_seeds(self, ranked: Sequence[tuple[Trial, Outcome]]) -> str:
         others = [key for key in self.keys if key != SEED]
@@ -177,6 +183,13 @@ class SweepTable:
             for values, own in sorted(scores.items(), key=lambda pair: statistics.fmean(pair[1]), reverse=True)
         ]
         return columns((*others, "mean", "std", "runs"), rows)
+
+
+def _worth(found: Outcome) -> float:
+    """Return a number that is higher for a better run."""
+    if found.score is None:
+        return -math.inf
+    return -found.score if found.shown.falls else found.score
 
 
 def _last_words(log: Path) -> list[str]:

@@ -21,6 +21,9 @@ from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
 
 SETTINGS = {
+    "recipe": "run.recipe",
+    "objective": "objective.kind",
+    "rows per step": "data.rows_per_step",
     "algorithm": "algorithm.kind",
     "prompts per step": "data.prompts_per_step",
     "completions of each": "algorithm.group_size",
@@ -29,7 +32,8 @@ SETTINGS = {
     "temperature": "rollout.temperature",
     "seed": "run.seed",
 }
-RESULTS = ("reward/mean", "rollout/length_mean", "rollout/finished")
+RECIPE_TAGS = {"sft": "supervised-fine-tuning", "preference": "preference-tuning", "reward_model": "reward-model"}
+RESULTS = (*(each.key for each in eval_keys.HEADLINES), "rollout/length_mean", "rollout/finished")
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,14 @@ def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -
     """Return the head that the hub reads: JSON values are YAML."""
     base = public_name(str(exported.about["model_path"]))
     train = public_name(str(value_at(spec, "data.train") or ""))
-    kind = value_at(spec, "algorithm.kind")
+    kind = value_at(spec, "algorithm.kind") or value_at(spec, "objective.kind")
+    recipe = str(value_at(spec, "run.recipe"))
     values = {
         "base_model": base if "/" in base else None,
         "datasets": [train] if "/" in train else None,
         "library_name": "peft" if exported.adapter_only else "transformers",
         "pipeline_tag": pipeline,
-        "tags": ["rlctl", "reinforcement-learning", *([kind] if kind else [])],
+        "tags": ["rlctl", RECIPE_TAGS.get(recipe, "reinforcement-learning"), *([kind] if kind else [])],
     }
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value]
     return "\n".join(["---", *lines, "---"])
