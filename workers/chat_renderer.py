@@ -49,13 +49,15 @@ class ChatRenderer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool = True, tools: Sequence[Any] | None = None
+    ) -> str:
         """Return the messages as the text that the model sees, up to where its answer starts (`begins_answer`).
 
         Raises ChatTemplateError when the template refuses the messages, and ModelError when it cannot be used at all:
         it is no Jinja, does what the sandbox forbids, or takes too long or too much memory.
         """
-        reply = self._ask({"messages": list(messages), "begins_answer": begins_answer})
+        reply = self._ask({"messages": list(messages), "begins_answer": begins_answer, "tools": tools})
         if "refused" in reply:
             raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
         if "broken" in reply:

@@ -14,7 +14,7 @@ from typing import Any
 
 MAX_CHARACTERS = 1 << 24  # of a rendered conversation
 
-Render = Callable[[list[Any], bool], str]
+Render = Callable[[list[Any], bool, list[Any] | None], str]
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
         try:
             render = render or (_with_library(setup) if setup["library"] else _with_jinja(setup))
-            reply = {"text": render(request["messages"], request["begins_answer"])}
+            reply = {"text": render(request["messages"], request["begins_answer"], request["tools"])}
             if len(reply["text"]) > MAX_CHARACTERS:
                 reply = {"broken": f"makes a prompt of more than {MAX_CHARACTERS:,} characters"}
         except jinja2.TemplateSyntaxError as error:
@@ -55,12 +55,13 @@ def _with_library(setup: Mapping[str, Any]) -> Render:
     """Render as `apply_chat_template` of transformers does, which leaves out what is None in a message."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(messages: list[Any], begins_answer: bool) -> str:
+    def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
         rendered: Any = render_jinja_template(
             conversations=[given],
             chat_template=setup["template"],
             add_generation_prompt=begins_answer,
+            tools=tools,
             **setup["special_tokens"],
         )
         return str(rendered[0][0])
@@ -87,11 +88,11 @@ def _with_jinja(setup: Mapping[str, Any]) -> Render:
     # transformers' tag around what the assistant says; it changes nothing here.
     template = environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", setup["template"]))
 
-    def render(messages: list[Any], begins_answer: bool) -> str:
+    def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
         return template.render(
             messages=given,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=begins_answer,
             **setup["special_tokens"],

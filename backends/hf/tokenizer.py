@@ -65,6 +65,27 @@ class TextCodec:
             for text, ids in zip(texts, encoded, strict=True)
         ]
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids of a rendered text, and the characters that each stands for, from and to. Raises
+        ModelError where the tokenizer cannot tell."""
+        if not self.tokenizer.is_fast:
+            hint = "save it with a tokenizer.json, as transformers' save_pretrained does"
+            raise ModelError(f"the tokenizer of {self.model_path} does not tell where tokens stand", hint=hint)
+        found = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True)
+        return list(found.input_ids), [tuple(span) for span in found.offset_mapping]
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a sequence."""
+        found = self.tokenizer.eos_token_id
+        return found if isinstance(found, int) else None
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text."""
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset((*self.tokenizer.all_special_ids, *(id_ for id_, one in added.items() if one.special)))
+
     def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
         """Return the text of each token sequence, spaces exactly as generated. `special_tokens`: with these in it."""
         if not sequences:

@@ -6,6 +6,7 @@ Drawing is stateless: draw `d` is a function of the seed and `d` alone, so that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from specs.schema.rows import RowSet
 from specs.wire.batch import Column
 from specs.wire.messages import ROW_COLUMNS
 from specs.wire.role_config import DataConfig
-from workers.data.examples import ExampleTable, build_examples
+from workers.chat_renderer import renderer_of
+from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label
 from workers.data.prompts import PromptTable, build_table
 from workers.data.row_source import read_rows
 
@@ -181,10 +183,14 @@ def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
 
     def table(source: RowSet, most: int | None) -> ExampleTable:
         found = read_rows(source.path, split=source.split, base=Path(config.spec_dir), max_rows=most)
-        return build_examples(found, source, rows, codec)
+        with renderer_of(codec) if codec.has_chat_template else nullcontext() as chats:
+            made = build_examples(found, ExampleReader(source, rows, codec, chats))
+        refuse_nothing(made, rows)
+        return made
 
     sources = rows.rows.sources
     tables = [table(source, rows.rows.max_rows) for source in sources]
+    refuse_one_label(tables, rows)
     indices = [np.arange(len(one), dtype=np.int64) for one in tables]
     first_rows = np.cumsum([0, *map(len, tables)]).tolist()
     held = None

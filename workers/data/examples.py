@@ -5,25 +5,48 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from specs.errors import DataError
-from specs.schema.rows import RowSet
+from specs.schema.rows import LearnFrom, RowSet
+from specs.wire.batch import Column
 from specs.wire.role_config import RowsConfig
-from workers.data.prompts import BadRow
+from workers.chat_renderer import ChatRenderer
+from workers.data.conversations import (
+    ASSISTANT,
+    BadRow,
+    Message,
+    checked_messages,
+    chosen_messages,
+    learned_text,
+    mask_of,
+)
 from workers.data.row_source import DataRow
 
-if TYPE_CHECKING:
-    from backends.hf.tokenizer import TextCodec
-    from specs.wire.batch import Column
+
+class RowCodec(Protocol):
+    """The part of a tokenizer that rows need; `TextCodec` says more of each."""
+
+    @property
+    def end_id(self) -> int | None: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]: ...
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
+
+    def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]: ...
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Tokens, and how many of the first of them are not learned."""
+    """Tokens of a sequence, and 1 for each that is learned."""
 
     tokens: list[int]
     mask: list[int]
@@ -49,6 +72,7 @@ class ExampleTable:
     masks: array[int] = field(default_factory=lambda: array("B"))
     chosen: array[int] = field(default_factory=lambda: array("B"))
     margins: array[float] = field(default_factory=lambda: array("f"))
+    truncated: int = 0
     dropped_bad: int = 0
     first_bad: str = ""
     dropped_overlong: int = 0
@@ -65,6 +89,11 @@ class ExampleTable:
             self.chosen.append(chosen)
             self.margins.append(example.margin)
         self.first.append(len(self.chosen))
+
+    def example(self, row: int) -> list[Learned]:
+        """Return the sequences of an example."""
+        bounds = list(pairwise(self.offsets[self.first[row] : self.first[row + 1] + 1]))
+        return [Learned(list(self.tokens[a:b]), list(self.masks[a:b])) for a, b in bounds]
 
     def columns(self, rows: Sequence[int], draws: Sequence[int], first_row: int) -> dict[str, Column]:
         """Return ROW_COLUMNS with `length_B` of some examples. `draws`: the number of each; `first_row`: what the
@@ -90,13 +119,16 @@ def _joined(pieces: Sequence[Column], dtype: Any) -> Column:
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
 
 
-def build_examples(rows: Iterable[DataRow], source: RowSet, config: RowsConfig, codec: TextCodec) -> ExampleTable:
-    """Read and tokenise all rows of a source. Raises DataError on a bad or overlong row where the spec refuses them,
-    and when no row is left."""
-    table, data = ExampleTable(source.path), config.rows
+def build_examples(rows: Iterable[DataRow], reader: ExampleReader) -> ExampleTable:
+    """Read and tokenise rows; the table may be empty. Raises DataError on a bad or overlong row where the spec refuses
+    them, and ModelError when a chat template cannot be used at all."""
+    table, data = ExampleTable(reader.source.path), reader.config.rows
     for row in rows:
         try:
-            example = _example(row, source, config, codec)
+            example = reader.example(row)
+            longest = max(len(sequence.tokens) for sequence in example.sequences)
+            if longest > data.max_tokens and data.overlong == "truncate":
+                example, table.truncated = _truncated(example, data.max_tokens), table.truncated + 1
         except BadRow as error:
             if data.bad_rows == "refuse":
                 hint = 'fix the row, or set data.bad_rows = "drop" to leave such rows out'
@@ -104,37 +136,173 @@ def build_examples(rows: Iterable[DataRow], source: RowSet, config: RowsConfig, 
             table.dropped_bad += 1
             table.first_bad = table.first_bad or f"{row.where}: {error}"
             continue
-        longest = max(len(sequence.tokens) for sequence in example.sequences)
-        if longest <= data.max_tokens:
-            table.add(example)
+        if longest > data.max_tokens and data.overlong != "truncate":
+            if data.overlong == "refuse":
+                hint = 'raise data.max_tokens, or set data.overlong = "drop" or "truncate"'
+                limit = f"data.max_tokens = {data.max_tokens}"
+                raise DataError(f"{row.where}: the row has {longest} tokens, more than {limit}", hint=hint)
+            table.dropped_overlong += 1
+            table.first_overlong = table.first_overlong or f"{row.where} has {longest}"
             continue
-        table.dropped_overlong += 1
-        table.first_overlong = table.first_overlong or f"{row.where} has {longest}"
-    if not len(table):
-        raise DataError(f"{source.path}: no row is left", hint="check the file, its columns and data.max_tokens")
+        table.add(example)
     return table
 
 
-def _example(row: DataRow, source: RowSet, config: RowsConfig, codec: TextCodec) -> Example:
-    if row.problem:
-        raise BadRow(row.problem)
-    values = row.values
-    if config.unit == "pair":
-        prompt, margin = _text(values, source.prompt_column), values.get(source.margin_column, 0.0)
-        texts = [_text(values, source.chosen_column), _text(values, source.rejected_column)]
-        if texts[0] == texts[1]:
-            raise BadRow(f"columns {source.chosen_column!r} and {source.rejected_column!r} are equal")
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
+def refuse_nothing(table: ExampleTable, config: RowsConfig) -> None:
+    """Raises DataError where no row is left."""
+    if not len(table):
+        limit = f"data.max_tokens = {config.rows.max_tokens}"
+        why = [f"{table.dropped_overlong} are longer than {limit}"] if table.dropped_overlong else []
+        why += [f"{table.dropped_bad} are bad, the first: {table.first_bad}"] if table.dropped_bad else []
+        hint = "check the file, its columns and data.max_tokens"
+        raise DataError(f"{table.source}: no row is left ({'; '.join(why) or 'it has no rows'})", hint=hint)
+
+
+def refuse_one_label(tables: Sequence[ExampleTable], config: RowsConfig) -> None:
+    """Raises DataError where all completions with a label have the same."""
+    labels = {label for table in tables for label in table.chosen}
+    if config.unit == "sequence" and len(labels) == 1:
+        label, sources = "true" if labels == {1} else "false", ", ".join(table.source for table in tables)
+        hint = "kto learns from the difference of completions labelled true and false: add some of the other kind"
+        raise DataError(f"{sources}: every row is labelled {label}", hint=hint)
+
+
+def _truncated(example: Example, most: int) -> Example:
+    sequences = [Learned(each.tokens[:most], each.mask[:most]) for each in example.sequences]
+    if not all(any(each.mask) for each in sequences):
+        raise BadRow(f"nothing to learn is left of it within data.max_tokens = {most}")
+    return Example(sequences, example.chosen, example.margin)
+
+
+class ExampleReader:
+    """Makes examples of the rows of a source. `chats`: the model's chat template, None where it has none."""
+
+    def __init__(self, source: RowSet, config: RowsConfig, codec: RowCodec, chats: ChatRenderer | None) -> None:
+        self.source, self.config, self.codec, self.chats = source, config, codec, chats
+        self.data = config.rows
+        self._specials = tuple(text for text in codec.decode([[id_] for id_ in codec.special_ids], special_tokens=True))
+
+    def example(self, row: DataRow) -> Example:
+        """Raises BadRow."""
+        if row.problem:
+            raise BadRow(row.problem)
+        values, source = row.values, self.source
+        if self.config.unit == "pair":
+            example = self._pair(values)
+        elif self.config.unit == "sequence":
+            label = values.get(source.label_column)
+            if not isinstance(label, bool):
+                raise BadRow(f"column {source.label_column!r} must be true or false")
+            example = Example([self._completed(values, source.completion_column)], (int(label),))
+        elif values.get(source.messages_column) is not None:
+            messages = checked_messages(values[source.messages_column], source.messages_column)
+            example = Example([self._conversation(messages, self._learn_from("assistant"), values=values)], (1,))
+        elif source.completion_column in values:
+            example = Example([self._completed(values, source.completion_column)], (1,))
+        elif source.text_column in values:
+            example = Example([self._text(_text(values, source.text_column))], (1,))
+        else:
+            columns = f"{source.messages_column!r}, {source.completion_column!r} or {source.text_column!r}"
+            raise BadRow(f"no column {columns}; the row has {', '.join(map(repr, values)) or 'none'}")
+        for sequence in example.sequences:
+            self._check(sequence)
+        return example
+
+    def _learn_from(self, usual: LearnFrom) -> LearnFrom:
+        return self.data.learn_from or usual
+
+    def _pair(self, values: Mapping[str, Any]) -> Example:
+        source = self.source
+        columns, margin = (source.chosen_column, source.rejected_column), values.get(source.margin_column)
+        for column in columns:
+            if values.get(column) in (None, "", []):
+                raise BadRow(f"column {column!r} is empty or missing; the row has {', '.join(map(repr, values))}")
+        if values[columns[0]] == values[columns[1]]:
+            raise BadRow(f"columns {columns[0]!r} and {columns[1]!r} are equal")
+        if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
             raise BadRow(f"column {source.margin_column!r} is no number")
-        return Example([_completion(prompt, text, codec) for text in texts], (1, 0), float(margin))
-    label = 1
-    if config.unit == "sequence":
-        found = values.get(source.label_column)
-        if not isinstance(found, bool):
-            raise BadRow(f"column {source.label_column!r} must be true or false")
-        label = int(found)
-    prompt, completion = _text(values, source.prompt_column), _text(values, source.completion_column)
-    return Example([_completion(prompt, completion, codec)], (label,))
+        if margin is not None and not isfinite(margin):
+            raise BadRow(f"column {source.margin_column!r} is not finite")
+        if source.prompt_column not in values:
+            values = {**values, **self._implicit(values, columns)}
+        return Example([self._completed(values, column) for column in columns], (1, 0), float(margin or 0.0))
+
+    def _implicit(self, values: Mapping[str, Any], columns: tuple[str, str]) -> dict[str, Any]:
+        """Take the common beginning of both completions for the prompt."""
+        both = [values[column] for column in columns]
+        if all(isinstance(each, str) for each in both):
+            differ = (at for at, (one, other) in enumerate(zip(*both, strict=False)) if one != other)
+            common = next(differ, min(map(len, both)))
+            common = max(both[0].rfind(mark, 0, common) + 1 for mark in " \n")  # where a word begins
+        else:
+            lists = [checked_messages(each, column) for each, column in zip(both, columns, strict=True)]
+            pairs = zip(*lists, strict=False)
+            common = next((at for at, (one, other) in enumerate(pairs) if one != other), min(map(len, lists)))
+        if not common or any(len(each) <= common for each in both):
+            hint = f"add a column {self.source.prompt_column!r}"
+            raise BadRow(f"columns {columns[0]!r} and {columns[1]!r} have no common beginning as a prompt: {hint}")
+        found = {column: each[common:] for column, each in zip(columns, both, strict=True)}
+        return {**found, self.source.prompt_column: both[0][:common]}
+
+    def _completed(self, values: Mapping[str, Any], column: str) -> Learned:
+        """Return a prompt with the completion in `column`."""
+        prompt, completion = values.get(self.source.prompt_column), values.get(column)
+        listed = isinstance(prompt, list) or isinstance(completion, list)
+        if not listed and not (self.data.chat == "always" or self.data.system):
+            return self._joined(_text(values, self.source.prompt_column), _text(values, column))
+        before: list[Message] = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str) or not prompt:
+            before = checked_messages(prompt, self.source.prompt_column)
+        after: list[Message] = [{"role": ASSISTANT, "content": completion}]
+        if not isinstance(completion, str) or not completion:
+            after = checked_messages(completion, column)
+        learn_from = self._learn_from("completion")
+        return self._conversation([*before, *after], learn_from, first=len(before), values=values)
+
+    def _joined(self, prompt: str, completion: str) -> Learned:
+        """Join texts as they stand; the end of sequence follows once, and is learned."""
+        before, after = *self.codec.encode([prompt], rendered=False), *self.codec.encode([completion], rendered=True)
+        after = self._ended(after)
+        learn_from = self._learn_from("completion")
+        if learn_from not in ("completion", "all"):
+            raise BadRow(f'data.learn_from = "{learn_from}" is about messages, and the row holds text')
+        return Learned([*before, *after], [int(learn_from == "all")] * len(before) + [1] * len(after))
+
+    def _text(self, text: str) -> Learned:
+        if self._learn_from("all") != "all":
+            raise BadRow(f'data.learn_from = "{self.data.learn_from}" is not about rows of one text')
+        tokens = self._ended(*self.codec.encode([text], rendered=False))
+        return Learned(tokens, [1] * len(tokens))
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        end = self.codec.end_id
+        return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
+
+    def _conversation(
+        self, messages: Sequence[Message], learn_from: LearnFrom, first: int = 0, *, values: Mapping[str, Any]
+    ) -> Learned:
+        if self.chats is None or self.data.chat == "never":
+            why = 'data.chat = "never"' if self.data.chat == "never" else "the tokenizer has no chat template"
+            raise BadRow(f"the row holds messages, and {why}")
+        if learn_from == "completion" and not first:
+            raise BadRow('data.learn_from = "completion", and the row is one conversation: write "assistant"')
+        if self.data.system and messages[0]["role"] != "system":
+            messages, first = [{"role": "system", "content": self.data.system}, *messages], first + bool(first)
+        learned = None if learn_from == "all" else chosen_messages(messages, learn_from, first)
+        tools = values.get(self.source.tools_column)
+        found = learned_text(messages, learned, self.chats, lambda text: text.endswith(self._specials), tools)
+        tokens, offsets = self.codec.encode_with_offsets(found.text)
+        return Learned(tokens, mask_of(offsets, found))
+
+    def _check(self, sequence: Learned) -> None:
+        """Raise BadRow where nothing is learned, or all is that should not be; the first token never is."""
+        if len(sequence.tokens) < 2:
+            raise BadRow("the row has fewer than two tokens: nothing predicts the first")
+        sequence.mask[0] = 0
+        if not any(sequence.mask):
+            raise BadRow("none of its tokens is learned")
+        if all(sequence.mask[1:]) and self.data.learn_from not in (None, "all") and len(sequence.mask) > 2:
+            raise BadRow(f'all of its tokens are learned, with data.learn_from = "{self.data.learn_from}"')
 
 
 def _text(values: Mapping[str, Any], column: str) -> str:
@@ -143,13 +311,20 @@ def _text(values: Mapping[str, Any], column: str) -> str:
         raise BadRow(f"no text in column {column!r}; the row has {', '.join(map(repr, values)) or 'none'}")
     if not value:
         raise BadRow(f"column {column!r} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"column {column!r} holds half of a surrogate pair, which is not text") from None
     return value
 
 
-def _completion(prompt: str, completion: str, codec: TextCodec) -> Learned:
-    """Join them as they stand; the end of sequence follows once, and is learned."""
-    (before,) = codec.encode([prompt], rendered=False)
-    (after,) = codec.encode([completion], rendered=True)
-    end = codec.tokenizer.eos_token_id
-    after = after if end is None or after[-1:] == [end] else [*after, end]
-    return Learned([*before, *after], [0] * len(before) + [1] * len(after))
+def pieces(sequence: Learned, codec: RowCodec) -> list[tuple[str, str]]:
+    """Return a sequence as text in pieces, each learned, seen or special."""
+    kinds = [
+        "learned" if learned else "special" if token in codec.special_ids else "seen"
+        for token, learned in zip(sequence.tokens, sequence.mask, strict=True)
+    ]
+    starts = [at for at, kind in enumerate(kinds) if at == 0 or kind != kinds[at - 1]]
+    runs = [(sequence.tokens[a:b], kinds[a]) for a, b in pairwise([*starts, len(kinds)])]
+    texts = codec.decode([tokens for tokens, _ in runs], special_tokens=True)
+    return [(text, kind) for text, (_, kind) in zip(texts, runs, strict=True)]

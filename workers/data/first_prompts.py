@@ -16,8 +16,8 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig
 from workers.chat_renderer import ChatRenderer
+from workers.data.conversations import BadRow
 from workers.data.prompts import (
-    BadRow,
     PromptCodec,
     PromptTable,
     RowReader,

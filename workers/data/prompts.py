@@ -15,6 +15,7 @@ from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
+from workers.data.conversations import BadRow
 from workers.data.row_source import DataRow
 
 if TYPE_CHECKING:
@@ -166,10 +167,6 @@ def uses_chat(data: DataSection, codec: TextCodec) -> bool:
         hint = "take data.system out, or put its text into data.template"
         raise DataError("data.system has no effect: prompts do not go through a chat template", hint=hint)
     return chat
-
-
-class BadRow(ValueError):
-    """The reason why a row cannot become a prompt."""
 
 
 class RowReader:

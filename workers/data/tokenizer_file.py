@@ -55,6 +55,22 @@ class TokenizerFile:
             for text, ids in zip(texts, found, strict=True)
         ]
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids of a rendered text, and the characters that each stands for (`TextCodec`)."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(found.ids), list(found.offsets)
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a sequence."""
+        return self._id("eos_token")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(id_ for id_, token in added.items() if token.special)
+
     def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
         """Return the text of each token sequence."""
         return [str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)) for ids in sequences]

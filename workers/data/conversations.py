@@ -1,0 +1,113 @@
+"""Conversations as text, and which of it is learned: found message by message, and held against the whole template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specs.schema.rows import LearnFrom
+from workers.chat_renderer import ChatRenderer, ChatTemplateError
+
+Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+
+
+class BadRow(ValueError):
+    """The reason why a row cannot be learned from, or cannot become a prompt."""
+
+
+@dataclass(frozen=True)
+class LearnedText:
+    """A conversation as its template writes it, and the spans of characters that are learned."""
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+
+
+def checked_messages(value: Any, column: str) -> list[Message]:
+    """Return a column's messages. Raises BadRow where it holds none."""
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"column {column!r} must be a list of messages with role and content")
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRow(f"column {column!r}, message {number}: no message with role and content")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise BadRow(f"column {column!r}, message {number}: no content and no tool calls")
+        if not isinstance(message.get("train", False), bool):
+            raise BadRow(f"column {column!r}, message {number}: train must be true or false")
+    return value
+
+
+def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: int = 0) -> list[int]:
+    """Return the numbers of the messages that are learned, of those from `first` on. Raises BadRow where none is."""
+    numbers = range(first, len(messages))
+    if learn_from == "flagged":
+        found = [number for number in numbers if messages[number].get("train") is True]
+        lacks = "no message has train = true"
+    else:
+        found = [number for number in numbers if messages[number]["role"] == ASSISTANT]
+        lacks = "no message of the assistant, so nothing to learn"
+    if not found:
+        raise BadRow(lacks)
+    if learn_from == "last_assistant":
+        return found[-1:]
+    return found
+
+
+def learned_text(
+    messages: Sequence[Message],
+    learned: Sequence[int] | None,
+    chats: ChatRenderer,
+    ends_turn: Callable[[str], bool],
+    tools: Sequence[Any] | None = None,
+) -> LearnedText:
+    """Return the conversation as text, with the spans of the messages numbered in `learned`; None: all is learned.
+
+    A message begins where the template, asked for an answer, stops before it, and ends where the conversation up to it
+    ends, but for blanks behind the token that ends the turn (`ends_turn`). Raises BadRow where the template writes a
+    message otherwise once others follow: what it then is cannot be told.
+    """
+    plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+
+    def render(count: int, *, begins_answer: bool = False) -> str:
+        if not count:
+            return ""
+        try:
+            return chats.render(plain[:count], begins_answer=begins_answer, tools=tools)
+        except ChatTemplateError as error:
+            raise BadRow(str(error)) from error
+
+    whole = render(len(plain))
+    if learned is None:
+        return LearnedText(whole, [(0, len(whole))])
+    spans = []
+    for number in learned:
+        before = render(number, begins_answer=plain[number]["role"] == ASSISTANT)
+        until = whole if number + 1 == len(plain) else render(number + 1)
+        if not (until.startswith(before) and whole.startswith(until)):
+            raise BadRow(
+                f"message {number}: the chat template writes the conversation before it, or it, otherwise once more "
+                "messages follow, so that which tokens learn cannot be proven"
+            )
+        text = until[len(before) :].rstrip()
+        end = len(before) + len(text) if ends_turn(text) else len(until)
+        if end == len(before):
+            raise BadRow(f"message {number}: the chat template writes nothing for it")
+        spans.append((len(before), end))
+    return LearnedText(whole, spans)
+
+
+def mask_of(offsets: Sequence[tuple[int, int]], learned: LearnedText) -> list[int]:
+    """Return 1 for each token within a learned span. Raises BadRow where a token lies across the end of one."""
+    mask, spans = [], iter([*learned.spans, (len(learned.text) + 1, len(learned.text) + 1)])
+    start, end = next(spans)
+    for begin, stop in offsets:
+        while begin >= end and start <= len(learned.text):
+            start, end = next(spans)
+        inside = begin >= start and stop <= end
+        if not inside and stop > start and begin < end and stop > begin:
+            around = learned.text[max(0, begin - 12) : stop + 12]
+            raise BadRow(f"a token lies across the end of what is learned: {learned.text[begin:stop]!r} in {around!r}")
+        mask.append(int(inside))
+    return mask
