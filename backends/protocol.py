@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.errors import ModelError
-from specs.schema.algorithms.algorithm import AnyLoss
+from specs.schema.algorithms.algorithm import UNIT_REDUCTIONS, AnyLoss
 from specs.schema.role_section import DType
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
@@ -165,13 +165,15 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
-        """Accumulate gradients of this rank's share of the loss: a `Loss`, or, of a model with a value head, a
-        `ValueLoss`. Needs the columns that `loss.columns` names. Returns what `loss.metrics` declares, as sums
-        over this rank's tokens or maxima, and the counts of `ENGINE_SUMS` and `ENGINE_MAXIMA`; the caller joins ranks
-        and divides. All ranks call it with the same loss; they may differ in work. An empty batch is legal."""
+        """Accumulate gradients of this rank's share of the loss: a `Loss` or an objective, or, of a model with a value
+        head, a `ValueLoss` or an objective of scores. Needs the columns that `loss.columns` names. Returns what
+        `loss.metrics` declares, as sums over this rank's tokens or units, or maxima, and the counts of `ENGINE_SUMS`
+        and `ENGINE_MAXIMA`; the caller joins ranks and divides. All ranks call it with the same loss; they may differ
+        in work. An empty batch is legal. Sequences with the same `unit_B` are given to one rank, or one group of ranks
+        that share rows, and computed in one micro-batch: BatchError where they are over the budget of one."""
 
     def evaluate(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
-        """Return what `forward_backward` would, without gradients: nothing changes."""
+        """Return what `forward_backward` would, without gradients: nothing changes. All ranks call it."""
         raise ModelError(f"{type(self).__name__} measures no loss without gradients", hint="leave out [eval]")
 
     @abstractmethod
@@ -241,6 +243,8 @@ ENGINE_SUMS = (
     "flops",  # of these and their backward passes, by the model's shape; tokens where that is not known
 )
 ENGINE_MAXIMA = ("micro_batch_tokens_max",)
+# Besides, of a batch with `unit_B`: its units, and how many of their sequences are chosen and rejected.
+UNIT_SUMS = tuple(UNIT_REDUCTIONS.values())
 
 Emit = Callable[[Batch], None]
 

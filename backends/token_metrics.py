@@ -40,6 +40,23 @@ class ValueTokens:
     clipped_N: Array  # bool: the clip decided
 
 
+@dataclass(frozen=True)
+class ObjectiveTokens:
+    """Hold what metrics of an objective read of learned tokens. Detached; each is [N]."""
+
+    loss_N: Array  # weighted, without the loss of units
+    entropy_N: Array
+    correct_N: Array  # bool: the token is the likeliest
+
+
+@dataclass(frozen=True)
+class UnitValues:
+    """Hold the rewards of chosen and of rejected sequences; of pairs at the same index."""
+
+    chosen_U: Array
+    rejected_U: Array
+
+
 SOURCES: Mapping[str, Callable[[Any], Array]] = {
     "loss": lambda token: token.loss_N,
     "entropy": lambda token: token.entropy_N,
@@ -51,10 +68,15 @@ SOURCES: Mapping[str, Callable[[Any], Array]] = {
     "ratio": lambda token: token.ratio_N,
     "value": lambda token: token.value_N,
     "return": lambda token: token.return_N,
+    "correct": lambda token: token.correct_N,
+    "chosen_reward": lambda unit: unit.chosen_U,
+    "rejected_reward": lambda unit: unit.rejected_U,
+    "margin": lambda unit: unit.chosen_U - unit.rejected_U,
+    "accuracy": lambda unit: 0.5 * (1.0 * (unit.chosen_U > unit.rejected_U) + (unit.chosen_U >= unit.rejected_U)),
 }
 
 
-def token_values(names: Iterable[str], tokens: TokenValues | ValueTokens) -> list[Array]:
+def token_values(names: Iterable[str], tokens: Any) -> list[Array]:
     """Name → values [N]. Raises RlctlError for one that has no function."""
     names = list(names)
     if missing := [name for name in names if name not in SOURCES]:

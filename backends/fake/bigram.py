@@ -45,16 +45,17 @@ def read_vocab_size(config: ModelConfig) -> int:
         ) from None
 
 
-def read_parameters(config: ModelConfig) -> Parameters:
-    """Weights drawn from the seed, or read from the folder's `model.safetensors`; a new table of values is of zeros.
-    Raises ModelError."""
+def read_parameters(config: ModelConfig, *, learns: bool = False) -> Parameters:
+    """Weights drawn from the seed, or read from the folder's `model.safetensors`; a new table of values, or of a reward
+    model that learns, is of zeros. Raises ModelError."""
     vocab_size = read_vocab_size(config)
     wanted = shapes(vocab_size, config.head)
+    new_table = config.head == "value" or (config.head == "reward" and learns)
     if config.from_scratch:
+        if new_table:
+            return {name: np.zeros(shape, np.float32) for name, shape in wanted.items()}
         if config.head == "reward":
             raise ModelError(f"model {config.path}: a reward model drawn at random says nothing")
-        if config.head == "value":
-            return {name: np.zeros(shape, np.float32) for name, shape in wanted.items()}
         rng = np.random.default_rng(config.seed)
         return {name: rng.normal(0.0, 0.02, shape).astype(np.float32) for name, shape in wanted.items()}
     path = Path(config.path) / "model.safetensors"
@@ -63,7 +64,7 @@ def read_parameters(config: ModelConfig) -> Parameters:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: {error}", hint="set model.from_scratch = true for random weights") from None
     shapes_found = {name: value.shape for name, value in found.items()}
-    if config.head == "value" and shapes_found == shapes(vocab_size):  # what samples has no values yet
+    if new_table and shapes_found == shapes(vocab_size):  # what samples has no values yet
         return {name: np.zeros(shape, np.float32) for name, shape in wanted.items()}
     if shapes_found != wanted:
         what = "bigram model" if config.head == "lm" else "table of values"

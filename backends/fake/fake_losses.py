@@ -1,10 +1,11 @@
 """Losses of the fake engine. The clipped surrogate and the value loss are written in numpy with their derivatives; the
-other policy losses are those of `backends/train/losses.py`, by autograd. N: loss tokens."""
+other policy losses, and objectives, are those of `backends/train`, by autograd. N: loss tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from backends.token_metrics import TokenValues, ValueTokens, token_values
 from specs.schema.algorithms.algorithm import Loss
 from specs.schema.algorithms.algorithm_tables import PpoClip, ValueLoss
 from specs.wire.batch import Batch
+
+if TYPE_CHECKING:  # it imports torch
+    from backends.train.objective_losses import ObjectiveColumns
 
 Column = NDArray[np.float64]
 
@@ -100,6 +104,24 @@ def _by_autograd(logprob_N: Column, entropy_N: Column, columns: FakeColumns, los
         dict(zip(loss.summed(), sums.tolist(), strict=True)),
         dict(zip(loss.maxima(), maxima.tolist(), strict=True)),
     )
+
+
+def fake_objective(
+    value_N: Column, columns: ObjectiveColumns, entropy_N: Column | None = None, correct_N: Column | None = None
+) -> tuple[Column, dict[str, float]]:
+    """Return the derivative of an objective by all values of a micro-batch, scores or, with entropies and which tokens
+    are the likeliest, log-probs; and what the table declares."""
+    import torch
+
+    values_N = torch.from_numpy(value_N)
+    known, sums = columns.settled(values_N)
+    by_value_N = known.by_value_N
+    if entropy_N is not None and correct_N is not None:
+        tokens = (values_N, torch.from_numpy(entropy_N), torch.from_numpy(correct_N))
+        by_value_N, of_tokens = known.backward(*tokens, 0, len(value_N))
+        sums = sums + of_tokens
+    assert by_value_N is not None
+    return by_value_N.numpy(), dict(zip(columns.objective.summed(), sums.tolist(), strict=True))
 
 
 def fake_sequence_columns(

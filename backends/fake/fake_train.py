@@ -16,6 +16,7 @@ from backends.fake import bigram as bigram
 from backends.fake.fake_losses import (
     FakeColumns,
     FakeTerms,
+    fake_objective,
     fake_policy_loss,
     fake_sequence_columns,
     fake_value_loss,
@@ -34,6 +35,7 @@ from backends.train.trainer_state import TrainerState, lr_at
 from specs.errors import CheckpointError, ModelError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
+from specs.schema.objectives import Objective
 from specs.schema.role_section import DType
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
@@ -48,7 +50,7 @@ class FakeTrainEngine(TrainEngine):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.parameters = bigram.read_parameters(config.model)
+        self.parameters = bigram.read_parameters(config.model, learns=config.optimizer is not None)
         self.grads = {name: np.zeros(value.shape) for name, value in self.parameters.items()}
         self.moments = {
             f"{name}.{kind}": np.zeros_like(value)
@@ -119,6 +121,8 @@ class FakeTrainEngine(TrainEngine):
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         if isinstance(loss, ValueLoss):
             return self._value_forward_backward(batch, loss, scale)
+        if isinstance(loss, Objective):
+            return self._objective_forward_backward(batch, loss, scale)
         assert isinstance(loss, Loss)
         if self.config.model.head != "lm":
             raise self._no_lm_head()
@@ -133,6 +137,12 @@ class FakeTrainEngine(TrainEngine):
             **{name: max((terms.maxima[name] for terms in done), default=0.0) for name in loss.maxima()},
             **update_counts(batch, micros),
         }
+
+    def evaluate(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
+        kept = {name: grad.copy() for name, grad in self.grads.items()}
+        found = self.forward_backward(batch, loss, scale)
+        self.grads = kept
+        return found
 
     def _value_forward_backward(self, batch: Batch, loss: ValueLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
@@ -179,11 +189,42 @@ class FakeTrainEngine(TrainEngine):
         grad_NV = -p_NV * terms.by_logprob_N[:, None]
         grad_NV -= p_NV * (logp_NV + entropy_N[:, None]) * terms.by_entropy_N[:, None]
         grad_NV[rows, micro.target_N] += terms.by_logprob_N
+        self._add_gradient(micro, grad_NV)
+        return terms
+
+    def _add_gradient(self, micro: MicroBatch, grad_NV: NDArray[np.float64]) -> None:
         grad_NV /= self.config.temperature
         np.add.at(self.grads["bigram.weight"], micro.tokens_T[micro.hidden_N], grad_NV)
         self.grads["bias.weight"] += grad_NV.sum(axis=0)
         activity.count("micro-batch")
-        return terms
+
+    def _objective_forward_backward(self, batch: Batch, objective: Objective, scale: LossScale) -> Mapping[str, float]:
+        import torch
+
+        from backends.train.objective_losses import ObjectiveBatch, unit_counts
+
+        check_update(batch, objective)
+        if objective.of_scores != (self.config.model.head != "lm"):
+            raise self._no_scalar_head() if objective.of_scores else self._no_lm_head()
+        rows, sums = ObjectiveBatch(batch, objective, scale), dict.fromkeys(objective.summed(), 0.0)
+        packing = self._packing
+        micros = packing.last_token_micro_batches(batch) if objective.of_scores else packing.micro_batches(batch)
+        for micro in micros:
+            columns, token_N = rows.columns(micro, torch.from_numpy), micro.tokens_T[micro.hidden_N]
+            if objective.of_scores:
+                by_value_N, found = fake_objective(self._value_V()[token_N].astype(np.float64), columns)
+                np.add.at(self.grads[bigram.SCORE][0], token_N, by_value_N)
+                activity.count("micro-batch")
+            else:
+                logp_NV, at = self._log_softmax(micro), (np.arange(len(token_N)), micro.target_N)
+                p_NV = np.exp(logp_NV)
+                correct_N = logp_NV.argmax(axis=1) == micro.target_N
+                by_value_N, found = fake_objective(logp_NV[at], columns, -(p_NV * logp_NV).sum(axis=1), correct_N)
+                grad_NV = -p_NV * by_value_N[:, None]
+                grad_NV[at] += by_value_N
+                self._add_gradient(micro, grad_NV)
+            sums = {name: value + found[name] for name, value in sums.items()}
+        return {**sums, **update_counts(batch, micros), **unit_counts(batch)}
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
         if self.config.model.head != "lm":

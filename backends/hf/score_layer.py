@@ -67,9 +67,9 @@ def score_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 @torch.no_grad()
 def make_score_layer(config: ModelConfig, model: PreTrainedModel) -> None:
-    """A new head: of zeros, so that every value is 0 before the first update. Raises ModelError for a reward model, of
-    which random scores would be a silent mistake."""
-    if config.head == "reward":
+    """A new head: of zeros, so that every value is 0 before the first update, whose gradient of the head is not. Raises
+    ModelError for a reward model that does not learn: it would say nothing."""
+    if config.head == "reward" and not config.learns:
         raise no_score_layer(config.path)
     _, layer = score_layer(model)
     for parameter in layer.parameters():

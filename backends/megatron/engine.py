@@ -35,12 +35,13 @@ from backends.protocol import LossScale, OnMeta, Rank
 from backends.train.adamw import set_steps
 from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics, TensorKind
 from backends.train.hf_weights import stream_into
-from backends.train.lm_head import LogprobTask, LossTask
+from backends.train.lm_head import LearningTask, LogprobTask
 from backends.train.policy import Policy, Task, hold_model
 from backends.train.role_group import most_of_any_rank
-from backends.train.score_head import ValueLossTask, ValueTask, value_loss
+from backends.train.score_head import ScoreTask, answer_of
 from backends.train.tensor_shards import Shard, whole
 from backends.train.verify_packing import verify_own_packing
+from backends.ulysses.sequence_group import SequenceGroup
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
@@ -163,9 +164,11 @@ class MegatronTrainEngine(HfTrainEngine):
         # Gradients of nothing, where other ranks wait for them.
         count = max(micros.rounds, int(self.core.overlaps))
         rows, answer = self._rows(list(micros), count, self._loss_tasks(batch, loss, scale))
-        if rows:
-            self.gradients_are_zero = False
-        results = self.core.learn(rows, answer)
+        if torch.is_grad_enabled():
+            self.gradients_are_zero = self.gradients_are_zero and not rows
+            results = self.core.learn(rows, answer)
+        else:
+            results = [found for _, *found in self.core.evaluate(rows, answer)]
         metrics = LossMetrics(loss, self.device)
         if self.group.tensor_rank == 0:  # of the last stage, which alone has results: the others say the same
             for sums, maxima in results[: len(micros)]:
@@ -176,15 +179,15 @@ class MegatronTrainEngine(HfTrainEngine):
         """Return what the head computes, on the last stage; the same on all its tensor ranks. No task: logits, or, of a
         model that gives scores, what enters its head."""
         stage = self.core.head
-        if isinstance(task, ValueTask | ValueLossTask):
+        if isinstance(task, ScoreTask):
             value_N = functional.linear(hidden_NE.float(), stage.score.weight.float())[:, 0]
-            return value_N if isinstance(task, ValueTask) else value_loss(value_N, task.columns, task.loss)
+            return answer_of(value_N, task)
         if task is None and self.map.scores:
             return hidden_NE.float()
         weight_VE, part = stage.head_weight(), self.core.vocabulary
         if isinstance(task, LogprobTask):
             return vocab_head.logprobs(hidden_NE, weight_VE, task, part)
-        if isinstance(task, LossTask):
+        if isinstance(task, LearningTask):
             return vocab_head.loss(hidden_NE, weight_VE, task, part)
         padded_NV = functional.linear(hidden_NE, weight_VE).float()
         return torch.cat(self.group.of_all_tensor_ranks(padded_NV), dim=1)[:, : self.map.vocabulary].contiguous()
@@ -204,6 +207,9 @@ class MegatronTrainEngine(HfTrainEngine):
     @cached_property
     def _packing(self) -> Packing:
         return replace(super()._packing, part=self._part)
+
+    def _row_group(self) -> SequenceGroup:
+        return self.group.context
 
     def _rounds(self, micro_batches: int) -> int:
         return (

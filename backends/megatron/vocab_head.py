@@ -17,7 +17,15 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from backends.train.lm_head import LogprobTask, LossResult, LossTask, add_product, backward_of_rows, chunks_of
+from backends.train.lm_head import (
+    LearningTask,
+    LogprobTask,
+    LossResult,
+    ObjectiveTask,
+    add_product,
+    backward_of_rows,
+    chunks_of,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,13 @@ class VocabPart:
         """Over the tensor ranks, in place."""
         dist.all_reduce(partial, group=self.group)
         return partial
+
+    def likeliest(self, above_NV: Tensor) -> Tensor:
+        """Return the first of the ids with a row's largest logit, above which its logits are given."""
+        largest_N, local_N = above_NV.max(-1)
+        id_N = torch.where(largest_N == 0, self.start + local_N, torch.iinfo(local_N.dtype).max)
+        dist.all_reduce(id_N, op=dist.ReduceOp.MIN, group=self.group)
+        return id_N
 
     def logits(self, hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
         """Return this rank's logits, without padding, in fp32."""
@@ -70,7 +85,7 @@ class Softmax:
         return cls(above_NV, log_N, target_above_N - log_N, log_N - weighted_N / total_N, inside_N, local_N)
 
 
-def logprobs(hidden_NE: Tensor, weight_VE: Tensor, task: LogprobTask, part: VocabPart) -> Tensor:
+def logprobs(hidden_NE: Tensor, weight_VE: Tensor, task: LogprobTask | LearningTask, part: VocabPart) -> Tensor:
     """log softmax(logits / temperature) at the targets, [N], on every rank, without gradient."""
     found = [
         Softmax.of(part.logits(hidden_NE[a:b], weight_VE), task.target_N[a:b], task.temperature, part).logprob_N
@@ -79,7 +94,7 @@ def logprobs(hidden_NE: Tensor, weight_VE: Tensor, task: LogprobTask, part: Voca
     return torch.cat(found) if found else hidden_NE.new_zeros(0, dtype=torch.float32)
 
 
-def loss(hidden_NE: Tensor, weight_VE: Tensor, task: LossTask, part: VocabPart) -> LossResult:
+def loss(hidden_NE: Tensor, weight_VE: Tensor, task: LearningTask, part: VocabPart) -> LossResult:
     """The policy loss at the targets. The gradient by `hidden_NE` is whole on every rank."""
     result: LossResult = _VocabLoss.apply(hidden_NE, weight_VE, task, part)  # type: ignore[no-untyped-call]
     return result
@@ -87,20 +102,24 @@ def loss(hidden_NE: Tensor, weight_VE: Tensor, task: LossTask, part: VocabPart) 
 
 class _VocabLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, task: LossTask, part: VocabPart) -> LossResult:
+    def forward(ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, task: LearningTask, part: VocabPart) -> LossResult:
         grad_NE = torch.empty_like(hidden_NE)
         grad_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
         loss = torch.zeros((), device=hidden_NE.device)
         sums = torch.zeros(len(task.loss.summed()), dtype=torch.float64, device=hidden_NE.device)
         maxima = torch.full((len(task.loss.maxima()),), -torch.inf, device=hidden_NE.device)
-        for a, b in chunks_of(len(hidden_NE), part.chunk):
+        chunks = chunks_of(len(hidden_NE), part.chunk)
+        if isinstance(task, ObjectiveTask) and task.columns.units is not None and len(chunks) != 1:
+            task, sums = task.settled(logprobs(hidden_NE, weight_VE, task, part))
+        for a, b in chunks:
             chunk_NE = hidden_NE[a:b]
             logits_NV = part.logits(chunk_NE, weight_VE)
             chunk_loss, chunk_sums, chunk_maxima, grad_NV = _chunk_loss(logits_NV, task, a, b, part)
             del logits_NV  # overwritten
             grad_NV = grad_NV.to(weight_VE.dtype)
-            grad_NE[a:b] = part.sum(grad_NV @ weight_VE[: part.real])
-            add_product(grad_VE[: part.real], grad_NV, chunk_NE)
+            if ctx.needs_input_grad[0]:
+                grad_NE[a:b] = part.sum(grad_NV @ weight_VE[: part.real])
+                add_product(grad_VE[: part.real], grad_NV, chunk_NE)
             loss += chunk_loss
             sums += chunk_sums
             maxima = torch.maximum(maxima, chunk_maxima)
@@ -116,13 +135,13 @@ class _VocabLoss(torch.autograd.Function):
 
 
 def _chunk_loss(
-    logits_NV: Tensor, task: LossTask, a: int, b: int, part: VocabPart
+    logits_NV: Tensor, task: LearningTask, a: int, b: int, part: VocabPart
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do the same as `_chunk_loss` of `backends/train/lm_head.py`, with the gradient by this rank's logits."""
     found = Softmax.of(logits_NV, task.target_N[a:b], task.temperature, part)
+    correct_N = part.likeliest(found.above_NV) == task.target_N[a:b] if "correct" in task.loss.summed() else None
     logp_NV = found.above_NV.sub_(found.log_N[:, None])
-    loss, sums, maxima, grad_logprob_N, grad_NV = backward_of_rows(
-        found.logprob_N, found.entropy_N, task, a, b, logp_NV.exp(), logp_NV
-    )
+    rows = task.backward(found.logprob_N, found.entropy_N, correct_N, a, b)
+    loss, sums, maxima, grad_logprob_N, grad_NV = backward_of_rows(rows, found.entropy_N, logp_NV.exp(), logp_NV)
     grad_NV.scatter_add_(1, found.local_N[:, None], (grad_logprob_N * found.inside_N)[:, None])
     return loss, sums, maxima, grad_NV if task.temperature == 1.0 else grad_NV.div_(task.temperature)

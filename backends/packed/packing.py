@@ -7,7 +7,7 @@ that several sequences begin with, or what one of these adds to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ class MicroBatch:
     hidden_N: NDArray[np.int64]  # row that predicts each loss token: the one before it
     target_N: NDArray[np.int64]  # the loss token itself
     column_N: NDArray[np.int64]  # where it stands in the batch's `_T` columns
+    sequence_M: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # in the order of N
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +62,15 @@ class Budget:
             f"sequence {over[0]} has {length_B[over[0]]} tokens, over {self.key} = {self.tokens}{shared}",
             hint=f"raise {self.key} or sequence_parallel of the role, or lower data.max_response_tokens",
         )
+
+    def check_units(self, unit_B: NDArray[np.int64], rows_U: NDArray[np.int64]) -> None:
+        """Raises BatchError for the first unit that no row can hold. `rows_U`: with a shared prompt counted once."""
+        if len(over := np.flatnonzero(rows_U > self.row_tokens)):
+            rows = f"the sequences of unit {np.unique(unit_B)[over[0]]} together compute {rows_U[over[0]]} tokens"
+            raise BatchError(
+                f"{rows}, over {self.key} = {self.tokens}, and they belong in one micro-batch",
+                hint=f"raise {self.key} (two sequences and their prompt must fit), or lower data.max_tokens",
+            )
 
 
 class MicroBatches:
@@ -121,19 +131,20 @@ class Packing:
 
     def micro_batches(self, batch: Batch) -> MicroBatches:
         """Cut a batch (needs `tokens_T`, `loss_mask_T`): as few micro-batches as fit, or as many as all ranks make
-        where there are sequences enough.
+        where there are sequences enough. Those with the same `unit_B`, where there is that column, stay together.
 
         Only what predicts a loss token is computed: a sequence ends before its last loss token, and one without any is
         left out. Raises BatchError when a whole sequence is over the budget, computed or not.
         """
         self.budget.check(batch["length_B"])
-        return self._cut(batch, None)
+        return self._cut(batch, batch, None)
 
     def last_token_micro_batches(self, batch: Batch) -> MicroBatches:
         """Cut a batch (needs `tokens_T`) so that all of it is computed.
 
         `hidden_N`: the row of each sequence's last token. `column_N`: the sequence's index. Sequences without tokens
-        are left out. Raises BatchError when one is over the budget.
+        are left out. With `loss_mask_T` they share prompts, and with `unit_B` stay together, as in `micro_batches`.
+        Raises BatchError when one is over the budget.
         """
         self.budget.check(batch["length_B"])
         length_B, ends = batch["length_B"].astype(np.int64), batch.offsets[1:]
@@ -144,18 +155,29 @@ class Packing:
                 "length_B": length_B + has_B,
                 "tokens_T": np.insert(batch["tokens_T"], ends[has_B], 0),
                 "loss_mask_T": np.insert(np.zeros(batch.num_tokens, dtype=np.int8), ends[has_B], 1),
+                **({"unit_B": batch["unit_B"]} if "unit_B" in batch else {}),
             }
         )
-        return self._cut(asked, asked.sequence_T)
+        if "loss_mask_T" not in batch:
+            return self._cut(asked, asked, asked.sequence_T)
+        mask_T = np.insert(batch["loss_mask_T"], ends[has_B], 1)
+        return self._cut(Batch({**asked.columns, "loss_mask_T": mask_T}), asked, asked.sequence_T)
 
-    def _cut(self, batch: Batch, column_T: NDArray[np.int64] | None) -> MicroBatches:
-        work = SequenceWork.of(batch, size=self.size, share_prompts=self.share_prompts)
-        found = fewest_rows(work, self.budget.row_tokens)
+    def _cut(self, measured: Batch, batch: Batch, column_T: NDArray[np.int64] | None) -> MicroBatches:
+        """`measured`: the same sequences with a mask that says what is computed, and where prompts end."""
+        work = SequenceWork.of(measured, size=self.size, share_prompts=self.share_prompts)
+        joined = work.joined(batch["unit_B"]) if "unit_B" in batch else None
+        pieces, limit = work if joined is None else joined.work, self.budget.row_tokens
+        if joined is not None:
+            self.budget.check_units(batch["unit_B"], pieces.rows_B)
+        found = fewest_rows(pieces, limit)
         rounds = self.rounds(len(found))
-        parts = even_rows(work, self.budget.row_tokens, found, rounds)
+        parts = even_rows(pieces, limit, found, rounds)
         if self.heaviest is not None:
-            own = [*(work.flops(part) for part in parts), *[0.0] * (rounds - len(parts))]
-            parts = in_step(work, self.budget.row_tokens, parts, self.heaviest(own))
+            own = [*(pieces.flops(part) for part in parts), *[0.0] * (rounds - len(parts))]
+            parts = in_step(pieces, limit, parts, self.heaviest(own))
+        if joined is not None:
+            parts = [joined.sequences(part).tolist() for part in parts]
         return MicroBatches(batch, work, parts, rounds, column_T, self.part)
 
 
@@ -225,6 +247,7 @@ def _micro_batch(batch: Batch, mask_T: NDArray[np.bool_], work: SequenceWork, pa
         hidden_N=hidden_N,
         target_N=batch["tokens_T"][column_N].astype(np.int64),
         column_N=column_N,
+        sequence_M=np.array(members, dtype=np.int64),
     )
 
 

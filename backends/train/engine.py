@@ -47,9 +47,10 @@ from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepRes
 from backends.train import weight_export
 from backends.train.adamw import MOMENTS
 from backends.train.hf_weights import stream_into
-from backends.train.lm_head import LogprobTask, LossResult, LossTask
+from backends.train.lm_head import LogprobTask, LossResult, LossTask, ObjectiveTask
 from backends.train.lora import Adapters
 from backends.train.losses import TokenColumns, sequence_columns
+from backends.train.objective_losses import ObjectiveBatch, unit_counts
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import HeldModel, Make, Policy, Task, hold_model
 from backends.train.rng import read_rng, write_rng
@@ -60,7 +61,7 @@ from backends.train.role_group import (
     most_of_any_rank,
     pretended_group,
 )
-from backends.train.score_head import ValueColumns, ValueLossTask, ValueTask
+from backends.train.score_head import ScoreLossTask, ValueColumns, ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainer_state import TrainerState, lr_at
 from backends.train.verify_packing import verify_packing
@@ -71,6 +72,7 @@ from backends.weights.tensor_bytes import DTYPES, tensor_bytes
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.mesh import SEQUENCE
+from specs.schema.objectives import Objective
 from specs.schema.role_section import DType
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
@@ -119,7 +121,9 @@ class HfTrainEngine(TrainEngine):
     adapters: Adapters | None = None
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
-        self.config, self.rank = config, rank
+        learns = {"learns": config.optimizer is not None}
+        self.config = config.model_copy(update={"model": config.model.model_copy(update=learns)})
+        self.rank = rank
         self.device = torch.device(config.model.device)
         self._join_ranks()
         self.sequences = sequence_group(rank, config.sequence_parallel)
@@ -319,18 +323,27 @@ class HfTrainEngine(TrainEngine):
 
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
-        self._check_head(scores=isinstance(loss, ValueLoss))
+        of_scores = isinstance(loss, Objective) and loss.of_scores
+        self._check_head(scores=of_scores or isinstance(loss, ValueLoss))
         shared = share_batch(batch, self.sharers, self.device).batch
-        micros = self._packing.micro_batches(shared)
+        packing = self._packing
+        micros = packing.last_token_micro_batches(shared) if of_scores else packing.micro_batches(shared)
         read = self._gradients_of(shared, micros, loss, scale)
         ranks, own = (1, 0) if self.sharers is None else (self.sharers.size(), self.sharers.rank())
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
             **update_counts(batch, micros, ranks, first=own == 0),
+            **(unit_counts(shared) if own == 0 else {}),
         }
 
+    def evaluate(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
+        with torch.no_grad():
+            return self.forward_backward(batch, loss, scale)
+
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
-        """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0."""
+        """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0. No gradients
+        where torch keeps none."""
+        learns = torch.is_grad_enabled()
         task_of = self._loss_tasks(batch, loss, scale)
         metrics = LossMetrics(loss, self.device)
         for number in range(micros.rounds):
@@ -339,27 +352,28 @@ class HfTrainEngine(TrainEngine):
             row, rows_N = self._row(micro, staging)
             task = task_of(micro, staging)
             staging.send()
-            self.gradients_are_zero = False
+            self.gradients_are_zero = self.gradients_are_zero and not learns
             with row.attending():
                 result: LossResult = self._run(row, rows_N, task)
-                self._backward(result[0], last=number == micros.rounds - 1)
+                if learns:
+                    self._backward(result[0], last=number == micros.rounds - 1)
             activity.count("micro-batch")
             if micro is not NOTHING:
                 metrics.add(*result[1:])
         return metrics.read()
 
-    def _loss_tasks(
-        self, batch: Batch, loss: AnyLoss, scale: LossScale
-    ) -> Callable[[MicroBatch, Staging], LossTask | ValueLossTask]:
+    def _loss_tasks(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Callable[[MicroBatch, Staging], Task]:
         """Return a function that makes the task of a micro-batch; that of `NOTHING` has a loss and gradients of zero.
         Where the loss needs numbers of whole sequences, make a pass without gradients first."""
+        if isinstance(loss, Objective):
+            return self._objective_tasks(ObjectiveBatch(batch, loss, scale, self._row_group()), loss)
         assert isinstance(loss, Loss | ValueLoss), loss
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
         zero_N = torch.zeros(1, device=self.device)
 
-        def task_of(micro: MicroBatch, staging: Staging) -> LossTask | ValueLossTask:
+        def task_of(micro: MicroBatch, staging: Staging) -> Task:
             def values(column_T: NDArray[Any]) -> Tensor:
                 return zero_N if micro is NOTHING else staging.put(column_T[micro.column_N].astype(np.float32))
 
@@ -384,6 +398,19 @@ class HfTrainEngine(TrainEngine):
             return LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
 
         return task_of
+
+    def _objective_tasks(self, rows: ObjectiveBatch, objective: Objective) -> Callable[[MicroBatch, Staging], Task]:
+        def task_of(micro: MicroBatch, staging: Staging) -> Task:
+            columns = rows.columns(micro, staging.put)
+            if objective.of_scores:
+                return ScoreLossTask(columns)
+            return ObjectiveTask(staging.put(micro.target_N), self.config.temperature, columns)
+
+        return task_of
+
+    def _row_group(self) -> SequenceGroup:
+        """The ranks that have a part of each row."""
+        return self.sequences
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:

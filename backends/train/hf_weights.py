@@ -66,7 +66,7 @@ def stream_into(
         print(f"{config.path}: {why}, so the whole model is loaded on the host first", file=sys.stderr, flush=True)
         return _from_whole_model(config, shards)
     files.check_names(given)
-    if new and config.head == "reward":
+    if new and config.head == "reward" and not config.learns:
         raise no_score_layer(config.path)
     for shard in shards:
         if shard.name in new:

@@ -12,8 +12,8 @@ N: rows (loss tokens), E: hidden size, V: vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 
 from backends.memory import hand_back
 from backends.train.losses import TokenColumns, policy_loss
+from backends.train.objective_losses import ObjectiveColumns
 from specs.schema.algorithms.algorithm import Loss
+from specs.schema.objectives import Objective
 
 NEVER_FROM_THE_HEAP = 2**25
 """Bytes: glibc maps what is larger, however much of its heap is free."""
@@ -45,10 +47,53 @@ class LossTask:
     columns: TokenColumns
     loss: Loss
 
+    @property
+    def learns_entropy(self) -> bool:
+        return bool(self.loss.entropy_coef)
+
+    def backward(self, logprob_N: Tensor, entropy_N: Tensor, _: Tensor | None, a: int, b: int) -> RowsLoss:
+        with torch.enable_grad():
+            logprob_N.requires_grad_()
+            entropy_N.requires_grad_()
+            loss, sums, maxima = policy_loss(logprob_N, entropy_N, self.columns.slice(a, b), self.loss)
+            by_logprob_N, by_entropy_N = torch.autograd.grad(loss, (logprob_N, entropy_N), allow_unused=True)
+        return loss.detach(), sums, maxima, by_logprob_N, by_entropy_N
+
+
+@dataclass(frozen=True)
+class ObjectiveTask:
+    """An objective at the targets."""
+
+    target_N: Tensor
+    temperature: float
+    columns: ObjectiveColumns
+
+    learns_entropy: ClassVar[bool] = False
+
+    @property
+    def loss(self) -> Objective:
+        return self.columns.objective
+
+    def settled(self, logprob_N: Tensor) -> tuple[ObjectiveTask, Tensor]:
+        """Do the same as that of `ObjectiveColumns`, with all log-probs of the micro-batch."""
+        columns, sums = self.columns.settled(logprob_N)
+        return replace(self, columns=columns), sums
+
+    def backward(self, logprob_N: Tensor, entropy_N: Tensor, correct_N: Tensor | None, a: int, b: int) -> RowsLoss:
+        columns, of_units = self.columns.settled(logprob_N)  # these are all where it is not yet
+        assert correct_N is not None, "every objective declares it"
+        by_logprob_N, sums = columns.backward(logprob_N, entropy_N, correct_N, a, b)
+        return logprob_N.new_zeros(()), sums + of_units, logprob_N.new_zeros(0), by_logprob_N, None
+
 
 # Loss (scalar, with gradient), sums (fp64) and maxima that the loss declares. A plain tuple: engines' hooks look for
 # tensors in it.
 LossResult = tuple[Tensor, Tensor, Tensor]
+# The same of some rows, and the derivatives by their log-probs and by their entropies, None where these do not count.
+RowsLoss = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+LearningTask = LossTask | ObjectiveTask
 
 
 class Head:
@@ -71,7 +116,7 @@ class Head:
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
         self.linear.forward = self._forward
 
-    def answer(self, hidden_NE: Tensor, task: LogprobTask | LossTask | None) -> Any:
+    def answer(self, hidden_NE: Tensor, task: LogprobTask | LearningTask | None) -> Any:
         """Answer the task; without one return the logits [N, V]."""
         if task is None:
             return self.logits(self.linear(hidden_NE))
@@ -86,14 +131,24 @@ class Head:
         logits: Tensor = self.model(**inputs).logits[0].float()
         return logits
 
-    def _forward(self, hidden_NE: Tensor, task: LogprobTask | LossTask | None = None) -> Any:
-        weight, bias = self.linear.weight, self.linear.bias
+    def _forward(self, hidden_NE: Tensor, task: LogprobTask | LearningTask | None = None) -> Any:
+        weight: Tensor = self.linear.weight
+        bias: Tensor | None = self.linear.bias
         if task is None:  # also the model's own forward pass
             return F.linear(hidden_NE, weight, bias)
-        if isinstance(task, LossTask):
+        if isinstance(task, LearningTask):
+            if not torch.is_grad_enabled():  # else the function believes that they need gradients
+                weight, bias = weight.detach(), None if bias is None else bias.detach()
             return _HeadLoss.apply(hidden_NE, weight, bias, self, task)
+        return self.logprobs(hidden_NE, weight, bias, task)
+
+    def logprobs(
+        self, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, task: LogprobTask | LearningTask
+    ) -> Tensor:
         parts = [
-            target_logprob(self.logits(F.linear(hidden_NE[a:b], weight, bias)), task.target_N[a:b], task.temperature)
+            target_logprob(
+                self.logits(F.linear(hidden_NE[a:b], weight_VE, bias_V)), task.target_N[a:b], task.temperature
+            )
             for a, b in chunks_of(len(hidden_NE), self.chunk)
         ]
         return torch.cat(parts) if parts else hidden_NE.new_zeros(0, dtype=torch.float32)
@@ -148,9 +203,9 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, head: Head, task: LossTask
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, head: Head, task: LearningTask
     ) -> LossResult:
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         chunks = chunks_of(len(hidden_NE), head.chunk)
         grad_NE = torch.empty_like(hidden_NE)
         added = head.linear.weight.grad if needs_weight and head.adds_gradient else None
@@ -163,6 +218,8 @@ class _HeadLoss(torch.autograd.Function):
         sums = torch.zeros(len(task.loss.summed()), dtype=torch.float64, device=hidden_NE.device)
         maxima = torch.full((len(task.loss.maxima()),), -torch.inf, device=hidden_NE.device)
         grad_VE: Tensor | None = None
+        if isinstance(task, ObjectiveTask) and task.columns.units is not None and len(chunks) != 1:
+            task, sums = task.settled(head.logprobs(hidden_NE, weight_VE, bias_V, task))
         for a, b in chunks:
             chunk_NE = hidden_NE[a:b]
             logits_NV = head.logits(F.linear(chunk_NE, weight_VE, bias_V))
@@ -170,7 +227,8 @@ class _HeadLoss(torch.autograd.Function):
             chunk_loss, chunk_sums, chunk_maxima, grad_NV = _chunk_loss(logits_NV, task, a, b)
             del logits_NV  # overwritten
             grad_NV = head.logits_backward(grad_NV, capped_NV).to(weight_VE.dtype)
-            torch.mm(grad_NV, weight_VE, out=grad_NE[a:b])
+            if needs_hidden:
+                torch.mm(grad_NV, weight_VE, out=grad_NE[a:b])
             if sum_VE is not None:
                 add_product(sum_VE, grad_NV, chunk_NE)
             elif needs_weight:
@@ -193,7 +251,7 @@ class _HeadLoss(torch.autograd.Function):
         return *(None if grad is None else grad.mul_(grad_loss) for grad in grads), None, None
 
 
-def _chunk_loss(logits_NV: Tensor, task: LossTask, a: int, b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _chunk_loss(logits_NV: Tensor, task: LearningTask, a: int, b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, sums and maxima of a chunk, and the gradient of the loss by its logits, in whose memory it lies.
 
     With p = softmax(logits / temperature): d logprob / d logits = (onehot - p) / temperature,
@@ -201,30 +259,28 @@ def _chunk_loss(logits_NV: Tensor, task: LossTask, a: int, b: int) -> tuple[Tens
     """
     temperature, target_N = task.temperature, task.target_N[a:b, None]
     logp_NV = torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV.div_(temperature), dim=-1)
+    correct_N = logp_NV.argmax(-1) == target_N[:, 0] if "correct" in task.loss.summed() else None
     p_NV = torch.exp(logp_NV, out=logits_NV)
     logprob_N = logp_NV.gather(1, target_N).squeeze(1)
     # Log-probs are needed further only where the entropy itself is learned.
-    product_NV = p_NV * logp_NV if task.loss.entropy_coef else logp_NV.mul_(p_NV)
+    product_NV = p_NV * logp_NV if task.learns_entropy else logp_NV.mul_(p_NV)
     entropy_N = -product_NV.sum(-1)
     del product_NV
-    loss, sums, maxima, grad_logprob_N, grad_NV = backward_of_rows(logprob_N, entropy_N, task, a, b, p_NV, logp_NV)
+    found = task.backward(logprob_N, entropy_N, correct_N, a, b)
+    loss, sums, maxima, grad_logprob_N, grad_NV = backward_of_rows(found, entropy_N, p_NV, logp_NV)
     grad_NV.scatter_add_(1, target_N, grad_logprob_N[:, None])
     return loss, sums, maxima, grad_NV if temperature == 1.0 else grad_NV.div_(temperature)
 
 
 def backward_of_rows(
-    logprob_N: Tensor, entropy_N: Tensor, task: LossTask, a: int, b: int, p_NV: Tensor, logp_NV: Tensor
+    found: RowsLoss, entropy_N: Tensor, p_NV: Tensor, logp_NV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return loss, sums and maxima of rows a … b-1, the loss's gradient by their log-probs, and that by their logits at
+    """Return loss, sums and maxima of some rows, the loss's gradient by their log-probs, and that by their logits at
     temperature 1, but for what is added at the targets. It lies in the memory of `p_NV`; `logp_NV` is used up."""
-    with torch.enable_grad():
-        logprob_N.requires_grad_()
-        entropy_N.requires_grad_()
-        loss, sums, maxima = policy_loss(logprob_N, entropy_N, task.columns.slice(a, b), task.loss)
-        grad_logprob_N, grad_entropy_N = torch.autograd.grad(loss, (logprob_N, entropy_N), allow_unused=True)
+    loss, sums, maxima, grad_logprob_N, grad_entropy_N = found
     if grad_entropy_N is None:
         grad_NV = p_NV.mul_(-grad_logprob_N[:, None])
     else:
         factor_NV = logp_NV.add_(entropy_N.detach()[:, None]).mul_(-grad_entropy_N[:, None])
         grad_NV = p_NV.mul_(factor_NV.sub_(grad_logprob_N[:, None]))
-    return loss.detach(), sums, maxima, grad_logprob_N, grad_NV
+    return loss, sums, maxima, grad_logprob_N, grad_NV

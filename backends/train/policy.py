@@ -19,16 +19,16 @@ from backends.packed.state_layers import has_state_layers
 from backends.train.activation_offload import ActivationOffload
 from backends.train.hf_weights import aliases_of
 from backends.train.liger import hold_kernels
-from backends.train.lm_head import Head, LogprobTask, LossTask
+from backends.train.lm_head import Head, LearningTask, LogprobTask
 from backends.train.lora import Adapters
-from backends.train.score_head import ScoreHead, ValueLossTask, ValueTask
+from backends.train.score_head import ScoreHead, ScoreTask
 from specs.errors import ModelError
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.role_section import DType
 from specs.wire.role_config import ModelConfig, TrainConfig
 
 Make = Callable[[ModelConfig], PreTrainedModel]
-Task = LossTask | LogprobTask | ValueLossTask | ValueTask
+Task = LearningTask | LogprobTask | ScoreTask
 
 
 class Policy(nn.Module):

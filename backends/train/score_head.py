@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from backends.hf.score_layer import score_layer
 from backends.token_metrics import ValueTokens, token_values
+from backends.train.objective_losses import ObjectiveColumns
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 
 
@@ -44,6 +45,16 @@ class ValueLossTask:
     loss: ValueLoss
 
 
+@dataclass(frozen=True)
+class ScoreLossTask:
+    """An objective of scores: a `LossResult`."""
+
+    columns: ObjectiveColumns
+
+
+ScoreTask = ValueTask | ValueLossTask | ScoreLossTask
+
+
 class ScoreHead:
     """Installs itself as the forward of the model's score layer."""
 
@@ -53,7 +64,7 @@ class ScoreHead:
         self.linear.forward = self._forward  # type: ignore[method-assign, assignment]
         self._entered: Tensor | None = None
 
-    def answer(self, hidden_NE: Tensor, task: ValueTask | ValueLossTask | None) -> Any:
+    def answer(self, hidden_NE: Tensor, task: ScoreTask | None) -> Any:
         """Answer the task; without one, return what enters the head, [N, E], fp32."""
         if task is None:
             self.linear(hidden_NE)
@@ -68,13 +79,24 @@ class ScoreHead:
         entered, self._entered = self._entered, None
         return torch.empty(0) if entered is None else entered[0].float()
 
-    def _forward(self, hidden_NE: Tensor, task: ValueTask | ValueLossTask | None = None) -> Any:
+    def _forward(self, hidden_NE: Tensor, task: ScoreTask | None = None) -> Any:
         weight, bias = self.linear.weight, self.linear.bias
         if task is None:  # also the model's own forward pass
             self._entered = hidden_NE
             return F.linear(hidden_NE, weight, bias)
         value_N = F.linear(hidden_NE.float(), weight.float(), None if bias is None else bias.float())[:, 0]
-        return value_N if isinstance(task, ValueTask) else value_loss(value_N, task.columns, task.loss)
+        return answer_of(value_N, task)
+
+
+def answer_of(value_N: Tensor, task: ScoreTask) -> Any:
+    """Answer the task with the head's numbers."""
+    if isinstance(task, ValueTask):
+        return value_N
+    if isinstance(task, ValueLossTask):
+        return value_loss(value_N, task.columns, task.loss)
+    columns, sums = task.columns.settled(value_N)
+    by_value_N = torch.zeros_like(value_N) if columns.by_value_N is None else columns.by_value_N
+    return (by_value_N * value_N).sum(), sums, value_N.new_zeros(0)
 
 
 def value_loss(value_N: Tensor, columns: ValueColumns, loss: ValueLoss) -> tuple[Tensor, Tensor, Tensor]:

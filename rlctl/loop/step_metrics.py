@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.loop.rollouts import GradedGroups, Rollouts
-from specs.schema.algorithms.algorithm import AnyLoss, Loss, LossMetric
+from specs.schema.algorithms.algorithm import UNIT_REDUCTIONS, AnyLoss, Loss, LossMetric
 from specs.schema.metric import Metric, metrics
 from specs.schema.roles import RoleName
 from specs.wire.bodies import Stepped
@@ -224,4 +224,5 @@ def _reduced(metric: LossMetric, updates: RankReports) -> float:
         return float(np.max(values))
     if metric.reduce == "update_mean":
         return float(sum(values, 0.0) / len(updates))
-    return float(sum(values, 0.0) / max(sum(report["tokens"] for report in reports), 1.0))
+    count = UNIT_REDUCTIONS.get(metric.reduce, "tokens")
+    return float(sum(values, 0.0) / max(sum(report.get(count, 0.0) for report in reports), 1.0))

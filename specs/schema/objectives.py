@@ -1,13 +1,13 @@
 """The objectives of recipes that learn from rows: what is learned of each token, each sequence or each pair.
 
-An objective is a loss as it travels to a trainer. Its function is in `backends/train/objectives.py`, by its table.
+An objective is a loss as it travels to a trainer. Its function is in `backends/train/objective_losses.py`, by table.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from specs.schema.algorithms.algorithm import AnyLoss, LossAggregation, LossMetric
 
@@ -19,6 +19,7 @@ class Objective(AnyLoss):
     """A loss of rows. `kind` names it."""
 
     unit: ClassVar[Unit]
+    of_scores: ClassVar[bool] = False  # what learns gives a score at a sequence's last token, not log-probs
     reads: ClassVar[tuple[str, ...]] = ()  # columns besides those that all have
 
     weight: float = Field(1.0, gt=0)
@@ -72,6 +73,7 @@ class Dft(TokenObjective):
 
 
 _CHOSEN = "Implicit reward of the chosen completion; of `kto`, of one labelled true."
+_BETTER = "Pairs whose chosen reward is higher; where both are the same, half."
 _REJECTED = "The same of the rejected one; of `kto`, of one labelled false."
 
 
@@ -99,7 +101,7 @@ class PairLoss(Preference):
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         *Preference.metrics,
-        LossMetric("actor/reward_accuracy", "accuracy", "unit_mean", "Pairs whose chosen reward is higher.", "share"),
+        LossMetric("actor/reward_accuracy", "accuracy", "unit_mean", _BETTER, "share"),
         LossMetric("actor/reward_margin", "margin", "unit_mean", "Chosen reward less rejected reward."),
     )
 
@@ -198,6 +200,7 @@ class BradleyTerry(Objective):
     2023), and `center_coef` times the squared sum of the two scores (Eisenstein et al. 2023)."""
 
     unit: ClassVar[Unit] = "pair"
+    of_scores: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("margin_B",)
 
     kind: Literal["bradley_terry"]
@@ -206,7 +209,13 @@ class BradleyTerry(Objective):
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         LossMetric("reward_model/loss", "loss", "update_mean", "The objective's loss."),
-        LossMetric("reward_model/accuracy", "accuracy", "unit_mean", "Pairs whose chosen score is higher.", "share"),
+        LossMetric(
+            "reward_model/accuracy",
+            "accuracy",
+            "unit_mean",
+            "Pairs whose chosen score is higher; a tie is half.",
+            "share",
+        ),
         LossMetric("reward_model/margin", "margin", "unit_mean", "Score of the chosen less that of the rejected."),
         LossMetric("reward_model/chosen_score", "chosen_reward", "chosen_mean", "Score of a chosen completion."),
         LossMetric("reward_model/rejected_score", "rejected_reward", "rejected_mean", "Score of a rejected one."),
@@ -223,6 +232,12 @@ class Mixture(PairLoss):
     kind: Literal["mixture"] = "mixture"
     mixture: tuple[Annotated[_Pairs | Nll, Field(discriminator="kind")], ...] = Field(min_length=2)
     """Terms: each an objective with its keys, and a `weight`."""
+
+    @model_validator(mode="after")
+    def _of_pairs(self) -> Self:
+        if all(isinstance(term, Nll) for term in self.mixture):
+            raise ValueError("a mixture needs a loss of pairs beside nll")
+        return self
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -22,6 +22,12 @@ _LIGHTEST = 4  # parts that the heaviest one tries to exchange with
 Part = list[int]
 
 
+def unit_shards(work: SequenceWork, unit_B: Integers, count: int, together: int = 1) -> list[Integers]:
+    """Do the same as `shards`, of sequences of which those with the same number in `unit_B` go to one rank."""
+    units = work.joined(unit_B)
+    return [units.sequences(shard) for shard in shards(units.work, count, together)]
+
+
 def shards(work: SequenceWork, count: int, together: int = 1) -> list[Integers]:
     """Split all sequences over `count` ranks, ascending: the heaviest families first, each to the rank with the least
     work; then whatever makes the heaviest rank lighter. Every rank gets a sequence as long as there are enough.

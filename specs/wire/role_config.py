@@ -32,7 +32,7 @@ class ModelConfig(Table):
     max_sequence_tokens: int
     computes_in: DType | None = None  # of the forward pass, where the weights are held in another than `dtype`
     learns: bool = False  # whether a backward pass is computed
-    head: HeadKind = "lm"  # "value" is made, of zeros, where the files have none; "reward" must be there
+    head: HeadKind = "lm"  # "value" is made, of zeros, where the files have none; so is "reward" if it learns
 
 
 class TrainConfig(Table):

@@ -1,8 +1,9 @@
 """Measure what computing each sequence of a batch takes: its rows, its arithmetic, and what it shares with others.
 
 Only what predicts a loss token is computed: a sequence ends before its last loss token, and one without any is nothing.
-Its *prompt* is what stands before its first loss token. Sequences that begin with the same prompt are a *family*: in
-one row they may share the prompt's computation. Suffixes: `_B` a value per sequence, `_T` per token.
+Its *prompt* is what stands before its first loss token. Sequences that begin with the same prompt, of more than one
+token, are a *family*: in one row they may share the prompt's computation. Suffixes: `_B` a value per sequence, `_T` per
+token, `_U` per unit.
 """
 
 from __future__ import annotations
@@ -71,6 +72,30 @@ class SequenceWork:
         rows_B = batch["length_B"].astype(np.int64)
         return SequenceWork.apart(rows_B, (size or _ROWS_ALONE).sequence_flops(rows_B), batch.offsets[:-1])
 
+    def joined(self, unit_B: Integers) -> JoinedWork:
+        """Return the work of units, sequences with the same number in `unit_B`, that are computed together."""
+        _, first, unit_B = np.unique(unit_B, return_index=True, return_inverse=True)
+        order = np.lexsort((self.family_B, unit_B))
+        by_unit = np.split(order, np.cumsum(np.bincount(unit_B))[:-1]) if len(order) else []
+        same = (np.diff(unit_B[order]) == 0) & (np.diff(self.family_B[order]) == 0)
+        again, count = order[1:][same], len(by_unit)  # those whose prompt another one of their unit has
+        one = np.bincount(unit_B[again], minlength=count) + 1 == np.bincount(unit_B, minlength=count)
+        _, family = np.unique(np.where(one, self.family_B[first], -1 - np.arange(count)), return_inverse=True)
+
+        def sums(value_B: Integers | Floats, prompt_B: Integers | Floats) -> Floats:
+            whole = np.bincount(unit_B, value_B, count)
+            return np.asarray(whole - np.bincount(unit_B[again], prompt_B[again], count))
+
+        work = SequenceWork(
+            offset_B=self.offset_B[first],
+            rows_B=sums(self.rows_B, self.prompt_B).astype(np.int64),
+            prompt_B=np.where(one, self.prompt_B[first], 0),
+            flops_B=sums(self.flops_B, self.prompt_flops_B),
+            prompt_flops_B=np.where(one, self.prompt_flops_B[first], 0.0),
+            family_B=family,
+        )
+        return JoinedWork(work, by_unit)
+
     @staticmethod
     def apart(rows_B: Integers, flops_B: Floats, offset_B: Integers | None = None) -> SequenceWork:
         """Return the work of sequences that share nothing."""
@@ -107,10 +132,22 @@ class SequenceWork:
         return np.delete(chosen, first)
 
 
+@dataclass(frozen=True)
+class JoinedWork:
+    """`work`: of each unit; one whose sequences all have the same prompt has it too, and may share it with others."""
+
+    work: SequenceWork
+    members: list[Integers]
+
+    def sequences(self, units: Chosen) -> Integers:
+        """Return the sequences of these units, ascending."""
+        return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *(self.members[unit] for unit in units)]))
+
+
 def _families(tokens_T: NDArray[np.int32], offsets: Integers, prompt_B: Integers, rows_B: Integers) -> Integers:
     found: dict[bytes, int] = {}
     family_B = np.arange(len(prompt_B))
-    for i in np.flatnonzero(rows_B).tolist():
+    for i in np.flatnonzero(prompt_B > 1).tolist():  # one token, such as a BOS, is not worth a segment
         start = offsets[i]
         family_B[i] = found.setdefault(tokens_T[start : start + prompt_B[i]].tobytes(), i)
     return family_B

@@ -155,17 +155,19 @@ def test_resume_is_exact_to_the_bit(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_fake_critic_starts_from_what_the_folder_holds(tmp_path: Path) -> None:
-    """A table of values is kept, what samples has none yet, and a reward model must have one."""
+    """A table of values is kept, what samples has none yet, and a reward model that does not learn must have one."""
     folder = write_model(tmp_path, QWEN2)
 
-    def critic(head: str) -> TrainEngine:
-        return build_engine(train_config(folder, "fake", model={"head": head, "from_scratch": False}))
+    def critic(head: str, **changes: object) -> TrainEngine:
+        model = {"head": head, "from_scratch": False}
+        return build_engine(train_config(folder, "fake", model=model, **changes))
 
     actor = build_engine(train_config(folder, "fake"))
     save_file(weights_of(actor), folder / "model.safetensors")
     assert not weights_of(critic("value"))["score.weight"].any()
     with pytest.raises(ModelError, match="does not hold a table of values"):
-        critic("reward")
+        critic("reward", optimizer=None)
+    assert not weights_of(critic("reward"))["score.weight"].any(), "one that learns starts from zeros"
     save_file({"score.weight": np.full((1, 23), 2.5, dtype=np.float32)}, folder / "model.safetensors")
     for head in ("value", "reward"):
         assert weights_of(critic(head))["score.weight"].tolist() == [[2.5] * 23]

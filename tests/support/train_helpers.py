@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from families import FAMILIES, LLAMA_LIKE, VOCAB
 
 from backends.protocol import LossScale, TrainEngine
 from backends.registry import train_engine
-from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip, ValueLoss
+from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip, ValueLoss, read_loss
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fake_tables import FakeTrainTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
+from specs.schema.objectives import Objective
 from specs.schema.role_section import Optimizer
 from specs.schema.spec import WeightForm
 from specs.wire.batch import Batch
@@ -149,6 +151,44 @@ def make_grouped_batch(seed: int = 0, vocab: int = VOCAB, groups: int = 4, size:
             "covariant_T": (np.arange(total) % 3 == 0).astype(np.float32),
         }
     )
+
+
+def objective(kind: str, **keys: object) -> Objective:
+    """An objective of rows, its other keys at their defaults."""
+    found = read_loss({"kind": kind, **keys})
+    assert isinstance(found, Objective)
+    return found
+
+
+def make_units(pairs: int = 7, seed: int = 0, vocab: int = VOCAB) -> Batch:
+    """Pairs of ragged answers to a prompt, which two pairs share, with masked spans, and all columns of objectives."""
+    rng = np.random.default_rng(seed)
+    sequences, masks = [], []
+    for unit in range(pairs):
+        prompt = sequences[0][: masks[0].argmax()] if unit == 1 else rng.integers(0, vocab, rng.integers(2, 12))
+        for answer in (rng.integers(0, vocab, size) for size in rng.integers(1, 10, 2)):
+            sequences.append(np.concatenate([prompt, answer]))
+            masks.append(np.concatenate([np.zeros(len(prompt)), np.ones(len(answer))]).astype(np.int8))
+            masks[-1][len(prompt) + 2 : len(prompt) + 4] = 0
+    mask_T, units = np.concatenate(masks), np.arange(pairs, dtype=np.int64)
+    return Batch(
+        {
+            "length_B": np.array([len(sequence) for sequence in sequences]),
+            "tokens_T": np.concatenate(sequences).astype(np.int32),
+            "loss_mask_T": mask_T,
+            "unit_B": np.repeat(units, 2),
+            "chosen_B": np.tile(np.array([1, 0], dtype=np.uint8), pairs),
+            "margin_B": np.repeat(rng.uniform(0, 1, pairs), 2).astype(np.float32),
+            "kl_B": np.full(2 * pairs, 0.4, dtype=np.float32),
+            "ref_logprob_T": np.where(mask_T, rng.normal(-3, 0.3, len(mask_T)), np.nan).astype(np.float32),
+        }
+    )
+
+
+def unit_scale(batch: Batch) -> LossScale:
+    chosen = batch["loss_mask_T"] * np.repeat(batch["chosen_B"], batch["length_B"])
+    counts = {"num_units": len(np.unique(batch["unit_B"])), "num_chosen_tokens": int(chosen.sum())}
+    return replace(scale_of(batch), **counts)
 
 
 def scale_of(batch: Batch, max_response_tokens: int = 15) -> LossScale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -17,6 +18,8 @@ Anchor = Literal["current", "trainer", "sampler"]
 # updates; the sum over an update's tokens, averaged over the step's updates; or the mean over all units (pairs, or
 # single sequences), or over those sequences that are chosen or rejected.
 Reduction = Literal["token_mean", "token_max", "update_mean", "unit_mean", "chosen_mean", "rejected_mean"]
+UNIT_REDUCTIONS: Mapping[Reduction, str] = {"unit_mean": "units", "chosen_mean": "chosen", "rejected_mean": "rejected"}
+"""What an engine counts for the mean over units, or those sequences of them."""
 KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through"]
 
 LossAggregation = Annotated[

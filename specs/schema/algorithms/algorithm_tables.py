@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_origin
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -24,6 +24,7 @@ from specs.schema.algorithms.algorithm import (
     RatioLoss,
     preset,
 )
+from specs.schema.objectives import Objective
 
 Discount = Annotated[float, Field(ge=0, le=1, description="γ: what a reward one token later is worth.")]
 ValueClip = Annotated[
@@ -439,7 +440,13 @@ LossTable = Annotated[
 
 @cache
 def _losses() -> TypeAdapter[AnyLoss]:
-    return TypeAdapter(LossTable)
+    """The losses of policies and values, and every objective."""
+    tables: list[type[AnyLoss]] = [Objective]
+    for table in tables:  # which grows
+        tables += table.__subclasses__()
+    named = [table for table in tables if get_origin(table.model_fields["kind"].annotation) is Literal]
+    every: Any = Annotated[Union[LossTable, *named], Field(discriminator="kind")]
+    return TypeAdapter(every)
 
 
 def read_loss(raw: Any) -> AnyLoss:

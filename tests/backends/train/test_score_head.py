@@ -89,9 +89,12 @@ def test_a_family_is_what_stock_modules_compute(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_causal_model_gets_a_head_of_zeros_and_keeps_its_backbone(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_a_causal_model_that_learns_gets_a_head_of_zeros_and_keeps_its_backbone(
+    tmp_path: Path, kind: str, head: str
+) -> None:
     folder = write_family(tmp_path / "model", "llama")  # an untied head, which is left on disk
-    engine, saved = critic(folder, kind), load_file(folder / "model.safetensors")
+    engine, saved = critic(folder, kind, head), load_file(folder / "model.safetensors")
     weights = weights_of(engine)
     assert "lm_head.weight" in saved
     assert weights.keys() == saved.keys() - {"lm_head.weight"} | {"score.weight"}
@@ -130,8 +133,9 @@ def test_what_is_refused(tmp_path: Path, kind: str, head: str, source: str, said
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     if source == "no such class":
         write_model(folder, {**QWEN2, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]})
+    frozen = {"optimizer": None} if head == "reward" else {}
     with pytest.raises(ModelError, match=said):
-        critic(folder, kind, head, model={"from_scratch": source == "drawn"})
+        critic(folder, kind, head, model={"from_scratch": source == "drawn"}, **frozen)
 
 
 def test_the_head_computes_in_fp32_in_a_bf16_model(tmp_path: Path) -> None:

@@ -52,11 +52,29 @@ def test_it_is_what_a_slow_loop_finds(seed: int, grouped: bool) -> None:
             continue
         prompt = tuple(tokens[: marked[0]].tolist())
         begin = len(prompt) if prompt in seen else 0
-        seen.add(prompt)
+        seen |= {prompt} if len(prompt) > 1 else set()
         rows += int(marked[-1]) - begin
         flops += float(SIZE.sequence_flops(marked[-1]) - SIZE.sequence_flops(begin) + SIZE.head_flops(len(marked)))
     assert work.rows(np.arange(len(batch))) == rows
     assert work.flops(np.arange(len(batch))) == pytest.approx(flops)
+
+
+@given(st.integers(0, 200), st.booleans())
+def test_units_take_what_their_sequences_take_together(seed: int, mixed: bool) -> None:
+    """In any parts, also where two units have the same prompt, or one unit several."""
+    batch, rng = make_grouped_batch(seed), np.random.default_rng(seed)
+    work = SequenceWork.of(batch, size=SIZE)
+    unit_B = rng.integers(0, 5, len(batch)) * 10 if mixed else np.arange(len(batch)) // 2
+    units = work.joined(unit_B)
+    assert sorted(np.concatenate(units.members).tolist()) == list(range(len(batch)))
+    part = rng.permutation(len(units.members))[:3]
+    chosen = units.sequences(part)
+    assert {*unit_B[chosen]}.isdisjoint(np.delete(unit_B, chosen))
+    apart = [unit for unit in part if len({*work.family_B[units.members[unit]].tolist()}) > 1]
+    assert units.work.rows(part) >= work.rows(chosen), "it fits where it is said to"
+    if not apart:  # a unit of several prompts is counted as if it shared none of them with others
+        assert units.work.rows(part) == work.rows(chosen)
+        assert units.work.flops(part) == pytest.approx(work.flops(chosen))
 
 
 def test_the_first_token_is_never_a_loss_token() -> None:

@@ -90,6 +90,14 @@ def test_the_anchor_and_the_columns_it_needs(
 def test_a_loss_travels_whole() -> None:
     for loss in (PpoClip(anchor="sampler", dual_clip=2.0), GspoLoss(anchor="trainer", kl_coef=0.5)):
         assert read_loss(json.loads(json.dumps(loss.model_dump()))) == loss
+    for raw in (
+        {"kind": "simpo", "gamma": 0.2},
+        {"kind": "bradley_terry"},
+        {"kind": "mixture", "mixture": [{"kind": "hinge"}, {"kind": "nll", "weight": 2}]},
+    ):
+        objective = read_loss(raw)
+        assert objective.kind == raw["kind"]
+        assert read_loss(json.loads(json.dumps(objective.model_dump()))) == objective
 
 
 @pytest.mark.parametrize(
