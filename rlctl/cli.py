@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from specs.schema.roles import ACTOR, ROLES
+from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL
 
 if TYPE_CHECKING:
     from specs.errors import RlctlError
@@ -265,11 +265,10 @@ def plan(
 ) -> None:
     """Say how much memory each role will take, in which phase, and what fits. Needs no GPU, only config.json."""
     from rlctl.memory.plan_command import plan_command
+    from rlctl.run.run_exports import with_run_exports
 
-    elsewhere = target == Machine.cluster
-    raise typer.Exit(
-        plan_command(spec, overrides or [], gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json, elsewhere=elsewhere)
-    )
+    planned = partial(plan_command, spec, overrides or [], elsewhere=target == Machine.cluster)
+    raise typer.Exit(planned(gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json, checked=with_run_exports))
 
 
 @app.command("report", short_help="Write the page of a run, or compare runs.")
@@ -302,7 +301,9 @@ def export_checkpoint(
     run_dir: Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")],
     out_dir: Annotated[Path, Argument(metavar="OUT_DIR", help="Model folder to write.")],
     step: Annotated[int | None, Option(min=0, help="Step to export; default: the newest.")] = None,
-    role: Annotated[str, typer.Option(help="Whose weights: actor, or critic.")] = ACTOR,
+    role: Annotated[
+        str, Option(help="Whose weights: actor, critic or reward_model; default: what the run is for.")
+    ] = "",
     dtype: Annotated[
         str | None,
         Option(help="bf16 or fp32; default: what the base model's config.json says, else what the run trained in."),
@@ -337,8 +338,8 @@ def export_checkpoint(
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
     from specs.errors import UsageError
 
-    learners = [known.name for known in ROLES.values() if known.learns]
-    for option, value, known in (("--role", role, learners), ("--dtype", dtype, ("bf16", "fp32"))):
+    learners = (ACTOR, CRITIC, REWARD_MODEL)
+    for option, value, known in (("--role", role or None, learners), ("--dtype", dtype, ("bf16", "fp32"))):
         if value is not None and value not in known:
             raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
     from rlctl.run.export import Limits, export

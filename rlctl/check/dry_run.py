@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlctl.check.findings import notes_of
-from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import RolePlan, make_plan
+from rlctl.run.run_exports import checked
 from rlctl.show.problems import print_problems
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted
@@ -37,7 +37,7 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes: list[str] = []
     spec = load_spec(spec_path, overrides, notes.append)
     spec_dir = spec_path.absolute().parent
-    errors, warnings = file_problems(spec, spec_dir, elsewhere=True)
+    spec, errors, warnings = checked(spec, spec_dir, elsewhere=True)
     if errors:
         raise SpecError(errors)
     if elsewhere:

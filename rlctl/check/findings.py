@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rlctl.check.own_functions import Called, RewardCall, call_functions
 from rlctl.memory.fit import fit_problems
-from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import Plan, make_plan
+from rlctl.run.run_exports import checked
 from rlctl.show.text_format import counted
 from specs.errors import NotHere, Problem, SpecError
 from specs.load.load import parse
@@ -57,7 +57,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes = list(parsed.dropped)
     if spec is None:
         return Findings(parsed.problems, notes=notes, elsewhere=elsewhere)
-    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)
+    spec, problems, warnings = checked(spec, spec_dir, elsewhere=elsewhere)
     lacking = [one for one in warnings if isinstance(one, NotHere)]
     known = {problem.key for problem in [*problems, *lacking]}
     called = call_functions(spec, spec_dir, known) if isinstance(spec, RlSpec) else Called()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.models.paths import resolve_model
+from rlctl.models.run_export import RunExport
 from rlctl.models.tokenizer_files import reference_of
 from rlctl.preflight.interpreters import SHOWN, Interpreter, look_at
 from rlctl.preflight.role_choices import role_attention, role_kernels
@@ -69,7 +70,7 @@ def _role(spec: Spec, plan: Plan, name: RoleName, spec_dir: Path, elsewhere: boo
     own = look_at(placed.python) if section.python else Interpreter()
     installed = {name: own.versions[name] for name in SHOWN if name in own.versions}
     return {
-        "model": str(resolve_model(spec.model_path(name), spec_dir)),
+        "model": str(RunExport.of(spec.model_path(name)) or resolve_model(spec.model_path(name), spec_dir)),
         "engine": engine.kind if engine else None,
         "dtype": spec.dtype(name) if engine else None,
         "dtype_asked": getattr(section, "dtype", None) if engine else None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.models.run_export import RunExport
 from rlctl.show.problems import print_problems
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted, number
@@ -94,10 +95,15 @@ def _roles_table(spec: Spec, roles: dict[RoleName, dict[str, Any]]) -> Table:
     for name, role in roles.items():
         nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
         places = (f"{role['processes']} × {role['launcher']}{nodes}", _devices(role["devices"], ""), role["threads"])
-        path = spec.model_path(name) if role["engine"] else None
+        path = _named(spec.model_path(name)) if role["engine"] else None
         dtype = f"{role['dtype']} (auto)" if role["dtype_asked"] == "auto" else role["dtype"]
         table.add_row(name, *(str(cell or "–") for cell in (role["engine"], path, dtype)), *map(str, places))
     return table
+
+
+def _named(path: str) -> str:
+    """Name a model for a person: `runs/warm, step 120` for a run's export."""
+    return str(RunExport.of(path) or path)
 
 
 # ── places ────────────────────────────────────────────────────────────────────────────────────────
@@ -173,7 +179,7 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     tokens = f"at most {_longest(spec)} in a sequence, {of['micro_batch_tokens']} in a forward pass"
     if of["sequence_parallel"] > 1:
         tokens += f",\n       {spec.lead_section.row_tokens} in a row that {of['sequence_parallel']} ranks share"
-    held = f"{ref['model']} ({ref['why']}), held by {ref['engine']} on {_devices(ref['devices'])}"
+    held = f"{_named(ref['model'])} ({ref['why']}), held by {ref['engine']} on {_devices(ref['devices'])}"
     lines = {"step": _step(spec, of), "run": run, "tokens": tokens, "ref": held if ref["loaded"] else ref["why"]}
     if isinstance(spec, RlSpec):
         lines["sync"] = _way(spec, meaning["sync"])

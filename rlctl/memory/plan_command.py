@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ from rlctl.memory.fit import does_not_fit
 from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan, plan_memory
 from rlctl.memory.places import Place, RoleMemory
 from rlctl.models.hardware import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
-from specs.errors import Problem, UsageError
+from specs.errors import Problem, SpecError, UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, Moment, total
 from specs.packages import page
+from specs.schema.spec import Spec
 from specs.terminal import json_text
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ def plan_command(
     host_GiB: float | None,
     as_json: bool,
     elsewhere: bool = False,
+    checked: Callable[[Spec, Path], tuple[Spec, list[Problem]]] = lambda spec, spec_dir: (spec, []),
 ) -> int:
     """Print the plan. `elsewhere`: for other machines, of which this one says nothing. Returns 0 also when it does not
-    fit: that is an answer. Raises SpecError for a broken spec."""
+    fit: that is an answer. `checked`: what puts models in the place of runs. Raises SpecError for a broken spec."""
     notes: list[str] = []
-    spec = load_spec(spec_path, list(overrides), notes.append)
+    spec, problems = checked(load_spec(spec_path, list(overrides), notes.append), spec_path.absolute().parent)
+    if problems:
+        raise SpecError(problems)
     on_gpus = any(spec.role(role).devices for role in spec.roles)
     for option, value in (("--gpu-GiB", gpu_GiB), ("--host-GiB", host_GiB)):
         if value is not None and value <= 0:

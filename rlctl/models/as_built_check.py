@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.models.expected import Expected
+from rlctl.models.paths import lineage
 from specs.errors import AsBuiltError, RunDirError
 from specs.json_file import read_object, write_object
 from specs.schema.engines.kernel_choice import OWN_MODULES
@@ -158,9 +159,12 @@ def check_same_start(reports: Reports, earlier: Mapping[RoleName, str]) -> None:
 
 
 def write(reports: Reports, path: Path, sync: Mapping[str, Any] | None = None) -> None:
-    """Write every rank's report by role, and how weights travel (`sync`)."""
+    """Write every rank's report by role, the runs that a model's weights come from, and how they travel (`sync`)."""
     listed = {role: [report.model_dump() for report in ranks] for role, ranks in reports.items()}
-    write_object(path, {**listed, **({} if sync is None else {"sync": dict(sync)})})
+    models = {role: ranks[0].model for role, ranks in reports.items()}
+    chains = {role: chain for role, model in models.items() if model and len(chain := lineage(model.path)) > 1}
+    more = {"lineage": chains, "sync": sync and dict(sync)}
+    write_object(path, {**listed, **{key: value for key, value in more.items() if value}})
 
 
 def table(spec: Spec, reports: Reports) -> Table:
@@ -178,7 +182,9 @@ def table(spec: Spec, reports: Reports) -> Table:
             grid.add_row(role, held)
             continue
         family = model.model_class.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
-        name = f"{family} {'with a new head, ' if model.new_head else ''}{Path(model.path).name}"
+        origin = lineage(model.path)
+        name = f"{family} {'with a new head, ' if model.new_head else ''}"
+        name += origin[0] if len(origin) > 1 else Path(model.path).name
         attention = model.attn_implementation + (" (auto)" if spec.attention(role) == "auto" else "")
         if model.kernels != OWN_MODULES:
             attention += f"\nkernels {_kernels(model)}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from rlctl.models.hub import HubModel, hub_model
 from rlctl.models.paths import builtin_models, not_found, resolve_model
+from rlctl.models.run_export import RunExport
 from rlctl.models.tokenizer_files import tokenizer_problems
 from rlctl.models.weight_files import AGAIN, no_weights, weight_problems
 from specs.errors import NotHere, Problem
@@ -44,6 +46,7 @@ class ModelCheck:
         self._lengths = _PROMPTS_AND_COMPLETIONS if rl else ("lower it", "data.max_tokens")
         self._same_tokens = role == spec.lead or ROLES[role].same_tokens
         self._from_scratch = role == spec.lead and (spec.model.from_scratch or self._bigram)
+        self._export = RunExport.of(os.path.abspath(spec_dir / Path(self.path).expanduser()))
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self.config: dict[str, Any] = {}
@@ -86,6 +89,11 @@ class ModelCheck:
         elif folder.exists():
             self._wrong(f"a file, not a model folder ({folder})", "name the folder that it is in")
         else:
+            if self._export is not None:
+                hint = "put that run back, or name another run or step"
+                what = f"export, nor its run ({self._export})"
+                self.problems.append(not_found(self.key, what, folder, self.path, hint))
+                return
             address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
             hint = f'write "{address[1]}"' if address else ""
             self.problems.append(not_found(self.key, "model folder", folder, self.path, hint))
@@ -116,7 +124,7 @@ class ModelCheck:
         if self.key == "model.path" or not self._same_tokens:  # else it is compared with the actor's
             for wrong in tokenizer_problems(folder, self.config):
                 self._wrong(*wrong)
-        if not self._from_scratch:
+        if not self._from_scratch and (self._export is None or self._export.folder == folder):
             self._check_weights(folder, names)
 
     def _heads_fit(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import specs
 from rlctl.models.hub import HubModel, hub_model
+from rlctl.models.run_export import NOTE, RunExport
 from specs.errors import NotHere, Problem
 from specs.json_file import read_or_empty
 
@@ -28,11 +29,14 @@ def resolve_model(path: str, spec_dir: Path) -> Path | str:
     """Return a folder as an absolute Path, or a hub id as str.
 
     `builtin:NAME` is a folder of this package. Anything else is a folder relative to `spec_dir` when there is one, a
-    hub id when it looks like one (`name` or `organisation/name`), and else a folder, existing or not.
+    hub id when it looks like one (`name` or `organisation/name`), and else a folder, existing or not. For a run's
+    export that is still to be made, the model that the run began with stands in.
     """
     if path.startswith("builtin:"):
         return BUILTIN_FOLDER / path.removeprefix("builtin:")
     folder = Path(os.path.abspath(spec_dir / Path(path).expanduser()))
+    if not folder.exists() and (export := RunExport.of(folder)) and export.base:
+        return resolve_model(export.base, spec_dir)
     if folder.exists() or folder.is_symlink() or not looks_like_hub_id(path, spec_dir):
         return folder
     return path
@@ -69,3 +73,22 @@ def config_of(path: str, spec_dir: Path) -> dict[str, Any]:
     """Return a model's parsed `config.json`; empty where it cannot be read, which `ModelCheck` reports."""
     folder = model_folder(path, spec_dir)
     return read_or_empty(folder / "config.json") if folder else {}
+
+
+def public_name(path: str) -> str:
+    """Name a model or data set as everybody knows it: a hub id, `builtin:NAME`; "" for files of this machine."""
+    if Path(path).is_relative_to(BUILTIN_FOLDER):
+        return f"builtin:{Path(path).name}"
+    if path.startswith("builtin:"):
+        return path
+    local = not path or path.startswith((".", "~", "/")) or Path(path).suffix in (".jsonl", ".json", ".parquet", ".csv")
+    return "" if local or path.count("/") > 1 or Path(path).exists() else path
+
+
+def lineage(path: str) -> list[str]:
+    """Return where the weights at a resolved path come from, newest first: runs, and the model that the first of them
+    began with. No name is a path of this machine."""
+    note = read_or_empty(Path(path) / NOTE)
+    if not isinstance(before := note.get("made_from"), list):
+        return [public_name(path) or Path(path).name]
+    return [f"{note.get('run')}, step {note.get('step')} ({note.get('recipe')})", *map(str, before)]

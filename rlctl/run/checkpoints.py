@@ -98,6 +98,13 @@ def steps_in(root: Path) -> list[int]:
     return sorted(step for name in names if name and step_path(root, step := int(name[1])).name == name[0])
 
 
+def run_and_step(text: str, folder: Path = Path()) -> tuple[Path, int | None]:
+    """Return what `RUN_DIR` or `RUN_DIR@STEP` names, whether it is there or not. A relative path starts at `folder`."""
+    path = Path(os.path.abspath(folder / Path(text).expanduser()))
+    at = None if path.exists() else re.fullmatch(r"(.+)@(\d+)", str(path))
+    return (Path(at[1]), int(at[2])) if at else (path, None)
+
+
 def check_has(root: Path, step: int, option: str) -> None:
     """Raises UsageError that lists the steps which are there."""
     if step not in (there := steps_in(root)):

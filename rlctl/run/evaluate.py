@@ -23,6 +23,7 @@ from rlctl.run.interrupt import Interrupt
 from rlctl.run.lineage import SpecSource, spec_source
 from rlctl.run.resume import check_fits, held_out
 from rlctl.run.run_dir import RunDir, explained_disk_errors
+from rlctl.run.run_exports import export_missing, with_run_exports
 from rlctl.run.startup import start
 from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
@@ -65,6 +66,9 @@ def evaluate(
     model = str(folder.absolute()) if folder.exists() else what  # the spec's own paths start elsewhere
     more = [] if run_dir else [f"model.path={json.dumps(model)}", "model.from_scratch=false"]
     spec = load_spec(source.path, [*overrides, *more], lambda note: None)
+    spec, wrong = with_run_exports(spec, source.folder, source.run_dir)
+    if wrong:
+        raise SpecError(wrong)
     if not isinstance(spec, RlSpec) or spec.eval is None:
         raise UsageError(
             f"{source.path} has no [eval] of prompts", hint="add it: which prompts, how many, how they are completed"
@@ -79,6 +83,7 @@ def evaluate(
     errors += fit_problems(spec, source.folder, here=True)[0]
     if errors:
         raise SpecError(errors)
+    export_missing(spec, source.folder)
     run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))
     plan = plan_for_hosts(spec, source.folder, run.path)
     run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])

@@ -12,18 +12,24 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl import __version__
-from rlctl.models.paths import config_of
+from rlctl.models.paths import config_of, lineage
+from rlctl.models.run_export import NOTE
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.publish.hub_push import find_repo, push
-from rlctl.run.publish.model_card import ExportedModel, model_card, public_name
+from rlctl.run.publish.model_card import ExportedModel, model_card
 from specs.errors import CheckpointError, ExportError, UsageError
+from specs.json_file import read_or_empty
+from specs.load.dotted_keys import value_at
 from specs.model_facts import model_facts
 from specs.schema.engines.engine_registry import table_of
-from specs.schema.roles import PROOF_FILES, ROLES, HeadKind
+from specs.schema.roles import ACTOR, PROOF_FILES, ROLES, HeadKind
+
+if TYPE_CHECKING:
+    from rlctl.show.screen import Screen
 
 STALL_S = 3600.0
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -44,32 +50,36 @@ def export(
     run_dir: Path,
     out_dir: Path,
     step: int | None,
-    role: str,
+    role: str = "",
     dtype: str | None = None,
     limits: Limits | None = None,
     adapter_only: bool = False,
     push_to_hub: str = "",
     public: bool = False,
+    screen: Screen | None = None,
 ) -> int:
-    """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. `dtype` None:
-    that of the base model. `push_to_hub`: a repository that it becomes too, private unless `public`. Raises UsageError,
-    CheckpointError or ExportError."""
+    """Export the newest (or the given) checkpoint of `role`, else of the run's actor, or of what it trained: a whole
+    model, or its LoRA adapters alone. `dtype` None: that of the base model. `push_to_hub`: a repository that it becomes
+    too, private unless `public`. Raises UsageError, CheckpointError or ExportError."""
     from rich.text import Text
 
     from rlctl.show.screen import Screen
 
-    console = Screen(highlight=True)
+    console = screen or Screen(highlight=True)
     with console.status("checking the checkpoint"):
         checkpoint = find(run_dir, step)
+    there = sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
+    role = role or (ACTOR if ACTOR in there else there[-1])
     folder = checkpoint.path / role
     if not folder.is_dir():
-        there = sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
         raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(there))
     about = _about(checkpoint, role)
     dtype, why = (dtype, "") if dtype else own_dtype(about)
     _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
     repo = find_repo(push_to_hub, public=public) if push_to_hub else None
     name = repo.name if repo else out_dir.name
+    about |= {"recipe": value_at(read_or_empty(run_dir / "resolved.json"), "run.recipe", "rl")}
+    about |= {"made_from": value_at(checkpoint.manifest, ("lineage", role)) or lineage(about["model_path"])}
     exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, name)
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +137,7 @@ def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
     return found
 
 
-def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
+def _about(checkpoint: checkpoints.Checkpoint, role: str) -> dict[str, Any]:
     """Return what the manifest says of the model and who reads it. Raises CheckpointError or UsageError."""
     manifest = checkpoint.path / checkpoints.MANIFEST
     roles = checkpoint.manifest.get("roles")
@@ -175,7 +185,7 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits
     import psutil
 
     about, spare_bytes = exported.about, psutil.virtual_memory().available // 2
-    base = public_name(about["model_path"]) or Path(about["model_path"]).name
+    base = about["made_from"][0]
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as name:
         scratch = Path(name).absolute()
         model = scratch / "model"
@@ -200,7 +210,8 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits
             config = {**json.loads(adapters.read_text()), "base_model_name_or_path": base}
             adapters.write_text(json.dumps(config, indent=2) + "\n")
         note = {"run": about["run"], "step": exported.step, "dtype": exported.dtype, "base_model": base, "proof": proof}
-        (model / "rlctl_export.json").write_text(json.dumps(note, indent=2) + "\n")
+        note |= {"recipe": about["recipe"], "role": exported.role, "made_from": about["made_from"]}
+        (model / NOTE).write_text(json.dumps(note, indent=2) + "\n")
         (model / "README.md").write_text(model_card(exported, proof, model), encoding="utf-8")
         if out_dir.exists():
             out_dir.rmdir()  # empty: checked above

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +84,7 @@ class Fork:
 def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
     """Find what `--from RUN_DIR[@STEP]` names: that checkpoint, or the newest whole one. Raises UsageError or
     CheckpointError."""
-    run, at = Path(text), re.fullmatch(r"(.+)@(\d+)", text)
-    step = None
-    if at and not run.exists():
-        run, step = Path(at[1]), int(at[2])
-    run, option = run.absolute(), f"--from {text}: "
+    (run, step), option = checkpoints.run_and_step(text), f"--from {text}: "
     if not (run / "resolved.json").is_file():
         raise UsageError(f"{option}{run} holds no run", hint="name a run directory: --from RUN_DIR or RUN_DIR@STEP")
     if step is not None:

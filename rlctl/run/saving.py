@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.loop.driver import Driver
+from rlctl.models.paths import lineage
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import model_paths
@@ -157,6 +158,7 @@ class Saver:
             "actor_ranks": spec.lead_section.processes,
             "roles": roles,
             **roles[spec.lead],
+            "lineage": {role: lineage(paths[role]) for role in roles},
             "trust_remote_code": spec.model.trust_remote_code,
             "versions": {"python": platform.python_version(), "rlctl": __version__, **self._actor_versions},
         }

@@ -22,6 +22,7 @@ from rlctl.processes.placement import usable_cores
 from rlctl.run.checkpoints import step_path
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.resume import differences
+from rlctl.run.run_exports import with_run_exports
 from rlctl.run.run_lock import RunLock
 from rlctl.show.report_compare import read_runs, render_comparison
 from rlctl.show.report_page import write_page
@@ -169,7 +170,9 @@ def _as_left(trial: Trial, spec_path: Path) -> Trial:
     if not resolved.exists():
         return trial
     try:
-        refused, _ = differences(read_object(resolved), load_spec(spec_path, trial.overrides).resolved())
+        spec = load_spec(spec_path, trial.overrides)
+        spec, _ = with_run_exports(spec, spec_path.absolute().parent, trial.run_dir)
+        refused, _ = differences(read_object(resolved), spec.resolved())
     except ValueError as error:
         raise UsageError(f"{resolved} {error}", hint="remove the folder, or name another with --dir") from None
     if refused:

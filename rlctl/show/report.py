@@ -243,9 +243,12 @@ def _time_chart(records: Records) -> str:
 
 
 def _as_built(reports: dict[str, Any]) -> str:
+    """Show what each rank built, below the runs that the models come from."""
+    chains = _table(reports.get("lineage"))
+    origin = "".join(f"<p>{html(role)}: {html(' ← '.join(map(str, chain)))}</p>" for role, chain in chains.items())
     ranks = [_table(rank) for own in reports.values() if isinstance(own, list) for rank in own]
     headings = ("role", "rank", "engine", "device", "model", "parameters", "dtype", "attention", "versions")
-    return section("As built", table(headings, [_built_row(rank) for rank in ranks])) if reports else ""
+    return section("As built", origin + table(headings, [_built_row(rank) for rank in ranks])) if reports else ""
 
 
 def _built_row(rank: dict[str, Any]) -> tuple[object, ...]:

@@ -57,8 +57,9 @@ class ModelSection(Table):
     """The model that every role uses unless its own section says otherwise."""
 
     path: NonEmptyPath
-    """Folder (relative to the spec file), hub id, or one of the tiny random models that ship with rlctl:
-    `builtin:tiny-digits`, `builtin:mini-digits`, `builtin:tiny-bytes`."""
+    """Folder (relative to the spec file), hub id, one of the tiny random models that ship with rlctl
+    (`builtin:tiny-digits`, `builtin:mini-digits`, `builtin:tiny-bytes`), or a run, whose newest checkpoint is taken:
+    `runs/warm`, or `runs/warm@120`."""
     attn_implementation: Attention = "auto"
     """Attention of every role. `auto` is the best that works: flash_attention_2 on a GPU that has the package, else
     sdpa, else eager. Anything else is used as asked or refused; a `kernels-community` name is code that

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import __version__
-from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.models.paths import public_name
 from rlctl.show import eval_keys
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.text_format import number
@@ -58,7 +58,7 @@ def model_card(exported: ExportedModel, proof: Mapping[str, Any], folder: Path) 
     parts = [
         _metadata(exported, spec, "" if proof.get("values") else "text-generation"),
         f"# {exported.name}",
-        f"Step {exported.step} of the run `{exported.about['run']}`, trained with reinforcement learning by rlctl "
+        f"Step {exported.step} of the run `{exported.about['run']}`, trained by rlctl "
         f"{__version__}: the weights of the {exported.role}{alone} in {exported.dtype}.",
         _use(exported, folder),
         _table("## Training", ("", ""), _training(exported, spec)),
@@ -71,7 +71,7 @@ def model_card(exported: ExportedModel, proof: Mapping[str, Any], folder: Path) 
 
 def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -> str:
     """Return the head that the hub reads: JSON values are YAML."""
-    base = public_name(str(exported.about["model_path"]))
+    base = _chain(exported)[-1]
     train = public_name(str(value_at(spec, "data.train") or ""))
     kind = value_at(spec, "algorithm.kind") or value_at(spec, "objective.kind")
     recipe = str(value_at(spec, "run.recipe"))
@@ -84,6 +84,12 @@ def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -
     }
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value]
     return "\n".join(["---", *lines, "---"])
+
+
+def _chain(exported: ExportedModel) -> list[str]:
+    """Return where the weights come from, newest first; of a single model of this machine no name."""
+    chain = exported.about.get("made_from") or []
+    return chain if len(chain) > 1 else [public_name(str(exported.about["model_path"]))]
 
 
 def _use(exported: ExportedModel, folder: Path) -> str:
@@ -99,7 +105,7 @@ def _training(exported: ExportedModel, spec: Mapping[str, Any]) -> list[tuple[st
     section = value_at(spec, exported.role) or value_at(spec, "actor")
     terms, versions = value_at(spec, "reward.terms") or [], value_at(exported.about, "versions") or {}
     rows = {
-        "base model": public_name(str(exported.about["model_path"])) or "local files",
+        "base model": " ← ".join(_chain(exported)) or "local files",
         "data": (public_name(str(value_at(spec, "data.train") or "")) or "local files") if spec else None,
         "reward": ", ".join(str(term.get("kind")) for term in terms if isinstance(term, Mapping)),
         "learning rate": value_at(section, "optimizer.lr"),
@@ -125,13 +131,3 @@ def _results(exported: ExportedModel) -> list[tuple[str, ...]]:
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return f"{title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if rows else ""
-
-
-def public_name(path: str) -> str:
-    """Name a model or data set as everybody knows it: a hub id, `builtin:NAME`; "" for files of this machine."""
-    if Path(path).is_relative_to(BUILTIN_FOLDER):
-        return f"builtin:{Path(path).name}"
-    if path.startswith("builtin:"):
-        return path
-    local = not path or path.startswith((".", "~", "/")) or Path(path).suffix in (".jsonl", ".json", ".parquet", ".csv")
-    return "" if local or path.count("/") > 1 or Path(path).exists() else path

@@ -1,0 +1,135 @@
+"""Begin with the weights of another run: `model.path = "runs/warm"`, or `"runs/warm@120"`; so any model of a spec.
+
+A run stands for its newest checkpoint with a proof. In the spec its path becomes that of the checkpoint's export, which
+the start of a run makes where it is missing. `resolved.json` keeps that path: a resume begins with the same weights,
+whatever the other run has saved since.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlctl.models.run_export import FOLDER, RunExport
+from rlctl.preflight.file_problems import file_problems
+from rlctl.run.checkpoints import run_and_step, step_path, steps_in
+from rlctl.run.run_lock import LOCK, owner_of
+from specs.errors import Problem
+from specs.json_file import read_or_empty
+from specs.load.dotted_keys import value_at
+from specs.schema.engines.engine_registry import table_of
+from specs.schema.roles import ACTOR, CRITIC, REF, REWARD_MODEL, ROLES, RoleName
+from specs.schema.spec import Spec
+from specs.text import show
+
+S = TypeVar("S", bound=Spec)
+
+# Whose weights a role takes of a run, the first that learned there. One that learns makes a head where there is none.
+_ACTORS, _SCORERS = (ACTOR,), (REWARD_MODEL, CRITIC)
+_WANTED = {REF: _ACTORS, CRITIC: (CRITIC, REWARD_MODEL, ACTOR), REWARD_MODEL: _SCORERS}
+
+
+def with_run_exports(spec: S, spec_dir: Path, first: Path | None = None) -> tuple[S, list[Problem]]:
+    """Return the spec with exports in place of the runs that it names as models, and which runs cannot be one.
+    `first`: the directory of a run that goes on with what its first attempt took."""
+    taken = read_or_empty(first / "resolved.json") if first else {}
+    problems = []
+    for section, key in (("model", "path"), *((role, "model") for role, _ in spec.sections())):
+        table = getattr(spec, section)
+        if not (named := getattr(table, key, "")):
+            continue
+        run, step = run_and_step(named, spec_dir)
+        path, before = named.removesuffix(f"@{step}"), RunExport.of(str(value_at(taken, (section, key))))
+        if before and (str(before.run), step or before.step) == (path.rstrip("/"), before.step):
+            chosen: RunExport | Problem = before
+        elif not (run / "resolved.json").is_file():
+            continue
+        else:
+            chosen = _choose(spec, section, f"{section}.{key}", run, step, named)
+        if isinstance(chosen, Problem):
+            problems.append(chosen)
+            continue
+        if section == "model" and spec.model.from_scratch:
+            message = f"draws random weights, and {path} has trained ones"
+            problems.append(Problem("model.from_scratch", message, "set it to false, or name the first model", "true"))
+        update = {key: os.path.join(path, FOLDER, chosen.folder.name)}
+        spec = spec.model_copy(update={section: table.model_copy(update=update)})
+    return spec, problems
+
+
+def checked(
+    spec: S, spec_dir: Path, first: Path | None = None, **options: Any
+) -> tuple[S, list[Problem], list[Problem]]:
+    """Return the spec `with_run_exports`, and errors and warnings about all that it names (`file_problems`)."""
+    spec, wrong = with_run_exports(spec, spec_dir, first)
+    errors, warnings = file_problems(spec, spec_dir, **options)
+    keys = {problem.key for problem in wrong}
+    return spec, [*wrong, *(error for error in errors if error.key not in keys)], warnings
+
+
+def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, named: str) -> RunExport | Problem:
+    wanted = _WANTED.get(section, _ACTORS)
+    if spec.lead == REWARD_MODEL:  # it learns
+        wanted = (*_ACTORS, *_SCORERS) if section == "model" else (*_SCORERS, *_ACTORS)
+    exported = [RunExport(run, role, step) for role in wanted] if step is not None else []
+    if there := [export for export in exported if export.folder.is_dir()]:
+        return there[0]
+    root = run / "checkpoints"
+    saved = {number: read_or_empty(step_path(root, number) / "manifest.json") for number in steps_in(root)}
+    proven = [number for number, manifest in saved.items() if manifest.get("proven") and step in (None, number)]
+    listed = ", ".join(map(str, saved))
+    if not saved:
+        return Problem(key, "this run has no checkpoint", "train it until its first checkpoint.every", show(named))
+    if step is not None and step not in saved:
+        return Problem(key, f"the run has no checkpoint of step {step}", f"it has: {listed}", show(named))
+    if step is None and (owner := owner_of(run)):
+        hint = f"wait for it, or name a step: {show(f'{named}@{(proven or [*saved])[-1]}')}"
+        return Problem(key, f"this run is still written by {owner}", hint, show(named))
+    if not proven:
+        message = "its checkpoints were saved without the proof that an export must repeat"
+        return Problem(key, message, "resume that run, and use what it saves next", show(named))
+    manifest = saved[proven[-1]]
+    role = next((role for role in wanted if role in _learners(manifest)), None)
+    if role is None:
+        has = ", ".join(ROLES[role].title for role in _learners(manifest)) or "nothing"
+        hint = f"name a run that trained {ROLES[wanted[0]].title}"
+        return Problem(key, f"this run trained {has}", hint, show(named))
+    table = table_of("train", str(manifest.get("engine")))
+    if table is not None and table.model_of == "bigram":
+        hint = "an engine that trains a model, like ddp, writes checkpoints that can be exported"
+        return Problem(key, "this run's engine is fake: it has no model", hint, show(named))
+    return RunExport(run, role, proven[-1])
+
+
+def _learners(manifest: Mapping[str, Any]) -> Sequence[RoleName]:
+    roles = manifest.get("roles")
+    return [role for role in ROLES if role in roles] if isinstance(roles, dict) else []
+
+
+def export_missing(spec: Spec, spec_dir: Path) -> None:
+    """Export the checkpoints that the run's roles begin with, where that is not done. Raises CheckpointError,
+    ExportError or UsageError."""
+    from rlctl.run.export import export
+    from rlctl.show.screen import Screen
+
+    for path in dict.fromkeys(map(spec.model_path, spec.roles)):
+        found = RunExport.of(os.path.abspath(spec_dir / Path(path).expanduser()))
+        if found is None or found.folder.is_dir():
+            continue
+        with _alone_in(found.folder.parent):
+            if not found.folder.is_dir():
+                export(found.run, found.folder, found.step, found.role, screen=Screen(stderr=True, highlight=True))
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other run exports there."""
+    folder.mkdir(exist_ok=True)
+    with open(folder / LOCK, "a") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
