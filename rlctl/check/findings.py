@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.check.own_functions import Called, RewardCall, call_functions
 from rlctl.memory.fit import fit_problems
+from rlctl.preflight.data_files import first_row
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.run.run_exports import checked
 from rlctl.show.text_format import counted
@@ -16,8 +17,9 @@ from specs.errors import NotHere, Problem, SpecError
 from specs.load.load import parse
 from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_warnings
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.spec import Spec
+from workers.data.first_rows import Pieces
 
 if TYPE_CHECKING:
     from rlctl.check.meta_build import ProbeFindings
@@ -35,6 +37,7 @@ class Findings:
     plan: Plan | None = None
     probe: ProbeFindings | None = None
     calls: Sequence[RewardCall] = ()  # of reward functions
+    example: Sequence[Pieces] = ()  # the first row, as it is learned
     elsewhere: bool = False  # the run is for another machine than this
 
     @property
@@ -68,6 +71,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes, elsewhere=elsewhere)
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
     warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tight]
+    example = first_row(spec, spec_dir) if isinstance(spec, RowsSpec) and not problems else []
     if spec.run.place.exists():
         from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
 
@@ -77,7 +81,8 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     except SpecError as error:
         problems += [problem for problem in error.problems if problem not in problems]
-    return Findings([*problems, *too_large], warnings, notes, spec, plan, calls=called.calls, elsewhere=elsewhere)
+    found = Findings([*problems, *too_large], warnings, notes, spec, plan, elsewhere=elsewhere)
+    return replace(found, calls=called.calls, example=example)
 
 
 def notes_of(problems: Iterable[Problem], notes: list[str]) -> tuple[list[Problem], list[str]]:

@@ -20,6 +20,7 @@ from specs.schema.recipes import RlSpec
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
+from specs.terminal import visible
 from specs.text import show
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from rlctl.check.findings import Findings
     from rlctl.check.own_functions import RewardCall
+    from workers.data.first_rows import Pieces
 
 MOST_ROWS = 8  # groups of a role, and hosts, that are shown; JSON has them all
 
@@ -36,8 +38,9 @@ def print_findings(findings: Findings, meaning: dict[str, Any], spec_path: Path)
     out, problems = Screen(), Screen(stderr=True)
     if findings.spec and findings.plan:
         for table in _tables(findings, findings.spec, meaning):
-            if isinstance(table, str) or table.row_count:
-                out.print(table, highlight=True, soft_wrap=isinstance(table, str))
+            if not isinstance(table, Table) or table.row_count:
+                plain = isinstance(table, Text)  # whose styles say something
+                out.print(table, highlight=not plain, soft_wrap=not isinstance(table, Table))
                 out.print()
     for note in findings.notes:
         out.print(Text.assemble(("note:", "bold"), f" {note}"), soft_wrap=True)
@@ -50,7 +53,7 @@ def print_findings(findings: Findings, meaning: dict[str, Any], spec_path: Path)
         problems.print(f"{counted(len(findings.problems), 'problem')} in {spec_path}", soft_wrap=True)
 
 
-def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator[Table | str]:
+def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator[Table | str | Text]:
     """Yield what the spec means; tables without rows are not shown."""
     roles: dict[RoleName, dict[str, Any]] = meaning["roles"]
     yield _roles_table(spec, roles)
@@ -74,6 +77,8 @@ def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator
             yield f"{head}: {', '.join(role['not_known'])}; its table may say it ({page('engines.md')})"
     yield _arithmetic(spec, meaning)
     yield from map(_call_table, findings.calls)
+    if findings.example:
+        yield from _example(findings.example)
     if findings.probe:
         from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
 
@@ -225,6 +230,20 @@ def _way(spec: RlSpec, sync: dict[str, Any]) -> str:
         more = [f"{len(links) - MOST_ROWS} more hosts"] if len(links) > MOST_ROWS else []
         way += f"\n       from this host to {', '.join([*links[:MOST_ROWS], *more])}"
     return way
+
+
+STYLES = {"learned": "bold green", "seen": "default", "special": "dim magenta"}
+
+
+def _example(example: Sequence[Pieces]) -> Iterator[Text]:
+    """Show the first row as the model sees it, and which of its tokens learn."""
+    names = ("chosen", "rejected") if len(example) > 1 else ("row",)
+    lines = [Text.assemble("first row, with what is ", ("⟦learned⟧", STYLES["learned"]), " in brackets")]
+    for name, pieces in zip(names, example, strict=True):
+        shown = (f"⟦{part}⟧" if kind == "learned" else part for part, kind in pieces)
+        styles = (STYLES[kind] for _, kind in pieces)
+        lines.append(Text.assemble(f"{name:9}", *zip(map(visible, shown), styles, strict=True)))
+    yield Text("\n").join(lines)
 
 
 def _call_table(call: RewardCall) -> Table:

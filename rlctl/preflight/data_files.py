@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
-from rlctl.models.tokenizer_files import chat_template_of, load_tokenizer
+from rlctl.models.tokenizer_files import ChatTemplate, chat_template_of, load_tokenizer
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import NotHere, Problem
 from specs.load.keys import closest
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.rewards import compares_answer, judged_columns
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
 from specs.wire.finding import Finding
-from specs.wire.role_config import DataConfig
+from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
+from workers.data.first_rows import Pieces, first_example, row_findings
 from workers.data.row_source import read_rows
+from workers.data.tokenizer_file import TokenizerFile
 
 _ONE_FILE = "name one file; rows of several can be joined"
 
@@ -35,12 +37,12 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     warnings = [] if errors else [problem for key, source in sources for problem in _to_download(key, source)]
     if errors:
         return errors, warnings
-    if not isinstance(spec, RlSpec):
-        return errors, warnings
-    for finding in _first_prompts(spec, spec_dir):
+    found = _first_rows(spec, spec_dir) if isinstance(spec, RowsSpec) else []
+    found += _first_prompts(spec, spec_dir) if isinstance(spec, RlSpec) else []
+    for finding in found:
         problem = Problem(finding.key, finding.message, finding.hint, finding.value)
         (errors if finding.refuses else warnings).append(problem)
-    return errors or _held_out(spec, spec_dir), warnings
+    return errors or (_held_out(spec, spec_dir) if isinstance(spec, RlSpec) else []), warnings
 
 
 # ── sources ───────────────────────────────────────────────────────────────────────────────────────
@@ -116,6 +118,38 @@ def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
         return [*first_findings(config, None, None)]
     with ChatRenderer(template.text, codec.special_tokens, library=False) if chat else nullcontext() as chats:
         return [*first_findings(config, codec, chats)]
+
+
+def _first_rows(spec: RowsSpec, spec_dir: Path) -> list[Finding]:
+    """Look at the first rows as a run makes them; without a tokenizer, on which others report, not at all."""
+    with _codec_and_chats(spec, spec_dir) as (codec, chats):
+        return [] if codec is None else [*row_findings(_rows_config(spec, spec_dir), codec, chats)]
+
+
+def first_row(spec: RowsSpec, spec_dir: Path) -> list[Pieces]:
+    """Return the first row as it is learned, sequence by sequence; nothing where it is not at hand."""
+    with _codec_and_chats(spec, spec_dir) as (codec, chats):
+        return [] if codec is None else first_example(_rows_config(spec, spec_dir), codec, chats)
+
+
+@contextmanager
+def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile | None, ChatRenderer | None]]:
+    folder = model_folder(spec.model_path(spec.lead), spec_dir)
+    template = chat_template_of(folder) if folder is not None else ChatTemplate()
+    try:
+        codec = load_tokenizer(folder) if folder is not None else None
+    except ValueError:
+        codec = None
+    if codec is None or not template.text:
+        yield codec, None
+        return
+    with ChatRenderer(template.text, codec.special_tokens, library=False) as chats:
+        yield codec, chats
+
+
+def _rows_config(spec: RowsSpec, spec_dir: Path) -> DataConfig:
+    about = {"model_path": spec.model.path, "trust_remote_code": False, "spec_dir": str(spec_dir)}
+    return DataConfig(rows=RowsConfig.of(spec), seed=spec.run.seed, **about)
 
 
 def _data_config(spec: RlSpec, spec_dir: Path) -> DataConfig:

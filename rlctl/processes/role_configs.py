@@ -49,7 +49,7 @@ def data_config(spec: Spec, path: str, spec_dir: Path) -> DataConfig:
         "seed": spec.run.seed,
     }
     if isinstance(spec, RowsSpec):
-        return DataConfig(rows=RowsConfig(rows=spec.data, eval=spec.eval, unit=spec.objective.unit), **about)
+        return DataConfig(rows=RowsConfig.of(spec), **about)
     assert isinstance(spec, RlSpec)
     terms = spec.reward.terms
     judged = judged_columns(terms)

@@ -11,6 +11,7 @@ from specs.attention import Attention
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
 from specs.schema.eval_sets import Evaluation
 from specs.schema.objectives import Unit
+from specs.schema.recipes import RowsSpec
 from specs.schema.role_section import DType, Lora, Optimizer
 from specs.schema.roles import DATA, REWARD, ROLLOUT, HeadKind, RoleName
 from specs.schema.rows import RowsEval, RowsSection
@@ -78,6 +79,10 @@ class RowsConfig(Table):
     rows: RowsSection
     eval: RowsEval | None
     unit: Unit
+
+    @staticmethod
+    def of(spec: RowsSpec) -> RowsConfig:
+        return RowsConfig(rows=spec.data, eval=spec.eval, unit=spec.objective.unit)
 
 
 class DataConfig(TextConfig):
