@@ -45,6 +45,7 @@ class ObjectiveTokens:
     """Hold what metrics of an objective read of learned tokens. Detached; each is [N]."""
 
     loss_N: Array  # weighted, without the loss of units
+    logprob_N: Array
     entropy_N: Array
     correct_N: Array  # bool: the token is the likeliest
 
@@ -68,6 +69,7 @@ SOURCES: Mapping[str, Callable[[Any], Array]] = {
     "ratio": lambda token: token.ratio_N,
     "value": lambda token: token.value_N,
     "return": lambda token: token.return_N,
+    "nll": lambda token: -token.logprob_N,
     "correct": lambda token: token.correct_N,
     "chosen_reward": lambda unit: unit.chosen_U,
     "rejected_reward": lambda unit: unit.rejected_U,

@@ -244,7 +244,7 @@ class ObjectiveColumns:
         weight_N = self.weight_N[a:b]
         if isinstance(self.objective, Dft):
             weight_N = weight_N * logprob_N.exp()
-        tokens = ObjectiveTokens(loss_N=-weight_N * logprob_N, entropy_N=entropy_N, correct_N=correct_N)
+        tokens = ObjectiveTokens(-weight_N * logprob_N, logprob_N, entropy_N, correct_N)
         of_tokens = {metric.source for metric in self.objective.metrics if metric.reduce not in UNIT_REDUCTIONS}
         zero = logprob_N.new_zeros((), dtype=torch.float64)
         names = [name for name in self.objective.summed() if name in of_tokens]

@@ -203,7 +203,7 @@ def _longest(spec: Spec) -> str:
 
 
 def _step(spec: Spec, of: dict[str, Any]) -> str:
-    """Say what a step learns from."""
+    """Describe the batch of a step."""
     if not isinstance(spec, RlSpec):
         return counted(of["rows_per_step"], "pair" if of["sequences_per_row"] > 1 else "row")
     step = f"{of['prompts_per_step']} prompts × {of['group_size']} completions = {of['samples_per_step']} samples"

@@ -183,7 +183,10 @@ class Driver(ABC):
             work = SequenceWork.of_whole(batch, size=size)
         else:
             work = SequenceWork.of(batch, size=size, share_prompts=built is None or built.shares_prompts)
-        return partition.shards(work, group.size, self.sequence_parallel[group.role])
+        together = self.sequence_parallel[group.role]
+        if "unit_B" in batch:
+            return partition.unit_shards(work, batch["unit_B"], group.size, together)
+        return partition.shards(work, group.size, together)
 
     @staticmethod
     def _unshard(call: Call, name: str, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:
@@ -222,6 +225,7 @@ class Driver(ABC):
         """Loss and gradients of the mini-batch; weights are not changed yet. `verb` EVALUATE: the loss alone."""
         loss, group = self.loss_of(role), self.learners[role]
         mini.require(loss.columns, verb)
-        needed, shards = mini.only(loss.columns), self._shares(mini, group)
+        needed = mini.only(loss.columns)
+        shards = self._shares(needed, group)
         body = bodies.Update(loss=loss, scale=self.loss_scale(mini))
         return group.post(verb, body, tensors=[needed.select(shard).columns for shard in shards], step=step)

@@ -56,7 +56,12 @@ class TokenObjective(Objective):
 
     loss_aggregation: LossAggregation = "token-mean"
 
-    metrics: ClassVar[tuple[LossMetric, ...]] = (_LOSS, _ENTROPY, _ACCURACY)
+    metrics: ClassVar[tuple[LossMetric, ...]] = (
+        _LOSS,
+        _ENTROPY,
+        _ACCURACY,
+        LossMetric("actor/nll", "nll", "token_mean", "Negative log-likelihood of a learned token.", "nats"),
+    )
 
 
 class Nll(TokenObjective):

@@ -1,4 +1,4 @@
-"""What the first rows of a run come to, before it starts: what is wrong with them, and one of them as it is learned."""
+"""Look at the first rows before a run starts: what is wrong with them, and one of them as it is learned."""
 
 from __future__ import annotations
 
