@@ -120,8 +120,12 @@ def family_jobs(root: Path) -> list[dict[str, Any]]:
     ]
 
 
+def reference_name(case: str) -> str:
+    return "one rank critic" if "critic" in case else "one rank"
+
+
 def reference(root: Path, case: str) -> Outcome:
-    return outcome(root, "one rank critic" if "critic" in case else "one rank")
+    return outcome(root, reference_name(case))
 
 
 def degree_of(case: str) -> int:
@@ -148,6 +152,17 @@ def test_training_is_that_of_one_rank(root: Path, case: str) -> None:
         np.testing.assert_allclose(ours.told(step), one.told(step), rtol=0, atol=1e-5)
     # In fp32 the order of sums differs: 1e-6 was seen, 5e-6 of critics, where each step moves a weight by up to 1e-2.
     assert farthest(ours.weights, one.weights) < 1e-5
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
+def test_objectives_are_those_of_one_rank(root: Path, case: str) -> None:
+    """Losses, counts, metrics, gradient norms and weights over steps of pairs, labels, tokens, or of scores."""
+    ours, one = outcome(root, case).objectives(), reference(root, case).objectives()
+    assert [step.keys() for step in ours] == [step.keys() for step in one]
+    for found, expected in zip(ours, one, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    weights = [np.load(root / name / "objectives.npz") for name in (case, reference_name(case))]
+    assert farthest(*map(dict, weights)) < 1e-5
 
 
 @pytest.mark.parametrize("case", [case for case in TWO if "bf16" in case and not case.startswith("ddp")])

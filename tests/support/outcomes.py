@@ -23,6 +23,11 @@ class Outcome:
     def norms(self) -> list[float]:
         return [step["grad_norm"] for step in self.ranks[0]["history"]]
 
+    def objectives(self) -> list[dict[str, float]]:
+        """What the ranks reported together of each step with an objective."""
+        steps = zip(*(rank["objectives"] for rank in self.ranks), strict=True)
+        return [{name: sum(rank.get(name, 0) for rank in ranks) for name in {*ranks[0], *ranks[-1]}} for ranks in steps]
+
     def told(self, step: int) -> np.ndarray:
         """Log-probs or values of all tokens of the step's batch, put together from the ranks."""
         found = {int(token): value for rank in self.ranks for token, value in rank["history"][step]["told"].items()}

@@ -25,9 +25,19 @@ from families import EXPORTED  # noqa: E402
 from stock_model import ADAM, PROMPTS, TEMPERATURE, family_batch  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from train_helpers import grpo, gspo, make_batch, scale_of, train_config, weights_of  # noqa: E402
+from train_helpers import (  # noqa: E402
+    grpo,
+    gspo,
+    make_batch,
+    make_units,
+    objective,
+    scale_of,
+    train_config,
+    unit_scale,
+    weights_of,
+)
 
-from backends.protocol import Rank, TrainEngine  # noqa: E402
+from backends.protocol import UNIT_SUMS, Rank, TrainEngine  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
 from backends.train.offload import Offloader  # noqa: E402
 from specs.schema.algorithms.algorithm import AnyLoss  # noqa: E402
@@ -38,7 +48,7 @@ from specs.schema.engines.megatron_table import MegatronTable  # noqa: E402
 from specs.schema.engines.zero_table import ZeroTable  # noqa: E402
 from specs.schema.spec import WeightForm  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
-from specs.wire.partition import shards  # noqa: E402
+from specs.wire.partition import shards, unit_shards  # noqa: E402
 from specs.wire.sequence_work import SequenceWork  # noqa: E402
 
 MICRO_BATCH_TOKENS = 32
@@ -268,6 +278,28 @@ def export_in_bf16(engine: TrainEngine, form: WeightForm = "merged") -> tuple[di
     return {"same": same, "sent": [in_fp32.nbytes, in_bf16.nbytes]}, weights
 
 
+def objective_steps(engine: Any, rank: Rank) -> list[dict[str, float]]:
+    """Optimizer steps with objectives: all ranks have units, one alone has one, one has all but one. Sums that the
+    ranks report, those of an evaluation before, and the norm."""
+    pairs = [objective("mixture", mixture=[{"kind": "dpo"}, {"kind": "nll"}]), objective("orpo"), objective("kto")]
+    if engine.config.model.head == "value":
+        pairs = [objective("bradley_terry", center_coef=0.1)] * 3
+    found = []
+    for step, given in enumerate([*pairs, objective("dft")] if engine.config.model.head == "lm" else pairs):
+        batch = make_units(1 if step == 1 else 7, seed=step)
+        if given.unit == "sequence":
+            batch = Batch({**batch.columns, "unit_B": np.arange(len(batch))})
+        mine = unit_shards(SequenceWork.of(batch), batch["unit_B"], rank.world_size)[rank.rank]
+        if step == 2 and rank.world_size > 1:
+            mine = [np.arange(12), np.array([12, 13]), *[np.zeros(0, dtype=np.int64)] * 2][rank.rank]
+        asked = batch.select(mine).only(given.columns), given, unit_scale(batch)
+        measured, sums = engine.evaluate(*asked), engine.forward_backward(*asked)
+        assert measured == sums, "the same numbers without gradients"
+        known = {name: sums[name] for name in (*given.summed(), *UNIT_SUMS) if name in sums}
+        found.append({**known, "grad_norm": engine.optim_step().grad_norm / rank.world_size})
+    return found
+
+
 def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
     `offload`: whether to leave the device in every step; `model`: if not the one given. One more step follows."""
@@ -290,6 +322,12 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     out.mkdir(parents=True, exist_ok=True)
     if rank.rank == 0:
         np.savez(out / "weights.npz", **weights)
+    start = out.with_name("one rank critic" if engine.config.model.head == "value" else "one rank") / "state"  # type: ignore[attr-defined]
+    if not {"load", "model"} & job.keys() and config.model.dtype == "fp32" and start.exists():
+        engine.load(start)
+        report["objectives"], weights = objective_steps(engine, rank), weights_of(engine)
+        if rank.rank == 0:
+            np.savez(out / "objectives.npz", **weights)
     report |= {"mesh": built.mesh, "options": built.options, "unchanged": unchanged, "proof": proven, "end": end}
     (out / f"rank{rank.rank}.json").write_text(json.dumps(report))
     return engine

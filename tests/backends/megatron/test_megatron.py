@@ -118,6 +118,17 @@ def test_training_is_that_of_ddp(root: Path, case: str) -> None:
     check_training(outcome(root, case), outcome(root, "one rank critic" if "critic" in case else "one rank"))
 
 
+@pytest.mark.parametrize("case", [*IN_FP32, *FOUR])
+def test_objectives_are_those_of_ddp(root: Path, case: str) -> None:
+    """Pairs whose sequences lie on several context ranks, whose logits are cut along the vocabulary, or whose loss the
+    last stage alone has."""
+    one = "one rank critic" if "critic" in case else "one rank"
+    for found, expected in zip(outcome(root, case).objectives(), outcome(root, one).objectives(), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    weights = [np.load(root / name / "objectives.npz") for name in (case, one)]
+    assert farthest(*map(dict, weights)) < 2e-5
+
+
 @pytest.mark.parametrize("case", MIXED)
 def test_a_mixture_of_experts_trains_as_by_ddp(root: Path, case: str) -> None:
     """A dense layer and three with experts, which lie on data ranks, on tensor ranks, or on data ranks of two stages
