@@ -25,7 +25,8 @@ class ThreadedGroup:
         group.barrier.wait(150)
         parts = torch.stack([group.board[rank] for rank in sorted(group.board)])
         group.barrier.wait(150)
-        tensor.copy_(parts.amax(0) if op == dist.ReduceOp.MAX else parts.sum(0))
+        reduce = {dist.ReduceOp.MAX: parts.amax, dist.ReduceOp.MIN: parts.amin}.get(op, parts.sum)
+        tensor.copy_(reduce(0))
 
 
 def on_threads(ranks: int, work: Callable[[int, ThreadedGroup], Any]) -> list[Any]:

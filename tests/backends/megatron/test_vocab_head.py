@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 import torch
 from threaded_group import ThreadedGroup, on_threads
 from torch import nn
+from train_helpers import objective
 
 from backends.megatron import vocab_head
 from backends.megatron.vocab_head import VocabPart
-from backends.train.lm_head import Head, LogprobTask, LossTask
+from backends.train.lm_head import Head, LogprobTask, LossTask, ObjectiveTask
 from backends.train.losses import TokenColumns
+from backends.train.objective_losses import ObjectiveColumns, UnitColumns
+from backends.ulysses.sequence_group import ALONE
 from specs.schema.algorithms.algorithm_tables import PpoClip
 
 ROWS, HIDDEN, VOCAB = 11, 8, 13  # one row of padding on the second rank
@@ -50,13 +54,25 @@ def task_of(target_N: torch.Tensor) -> LossTask:
     return LossTask(target_N, 0.7, columns, loss)
 
 
+def pairs_of(target_N: torch.Tensor) -> ObjectiveTask:
+    """Two pairs, of 5 and 6 tokens."""
+    facts = torch.tensor([[3, 2, 4, 2], [-3, -2, -4, -2], [0] * 4, [0] * 4], dtype=torch.float64)
+    places = torch.tensor([0, 2]), torch.tensor([1, 3])
+    units = UnitColumns(facts[0].long(), facts, *places, num_units=2, group=ALONE)
+    given = objective("mixture", mixture=[{"kind": "dpo"}, {"kind": "nll"}])
+    return ObjectiveTask(target_N, 0.7, ObjectiveColumns(given, torch.full((ROWS,), 0.1), units))
+
+
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_losses_and_gradients_are_those_of_the_whole_head(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [task_of, pairs_of])
+def test_losses_and_gradients_are_those_of_the_whole_head(
+    chunk: int, kind: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden_NE = torch.randn(ROWS, HIDDEN, generator=generator)
     weight_VE = torch.randn(VOCAB, HIDDEN, generator=generator)
     target_N = torch.randint(0, VOCAB, (ROWS,), generator=generator)
-    task = task_of(target_N)
+    task = kind(target_N)
     padded_VE = torch.cat([weight_VE, torch.full((1, HIDDEN), 100.0)])
     monkeypatch.setattr(vocab_head.dist, "all_reduce", ThreadedGroup.all_reduce)
 
