@@ -17,7 +17,6 @@ from rlctl.loop.memory_watch import MemoryWatch
 from rlctl.loop.step_metrics import idle_s
 from rlctl.memory import compare as memory
 from rlctl.memory.fit import fit_problems
-from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.groups import Groups
 from rlctl.processes.hosts import plan_for_hosts
 from rlctl.processes.placement import Plan
@@ -25,6 +24,7 @@ from rlctl.run import checkpoints
 from rlctl.run.interrupt import Interrupt, as_ctrl_c
 from rlctl.run.lineage import Fork, fork_from, spec_source
 from rlctl.run.run_dir import RunDir, explained_disk_errors
+from rlctl.run.run_exports import checked, export_missing
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
 from rlctl.show.eval_keys import headline
@@ -76,11 +76,13 @@ def train(
             raise UsageError(f"--run-dir {run_dir}: the run is in {source.run_dir}", hint="leave out --run-dir")
         notes: list[str] = []
         spec = load_spec(source.path, list(overrides), notes.append)
-        errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=source.run_dir or run_dir)
+        run = RunDir(source.run_dir or run_dir or spec.run.place)
+        first = run.path if resume else None
+        spec, errors, warnings = checked(spec, source.folder, first, starting=True, run_dir=source.run_dir or run_dir)
         errors += fit_problems(spec, source.folder, here=True)[0]
         if errors:
             raise SpecError(errors)
-        run = RunDir(source.run_dir or run_dir or spec.run.place)
+        export_missing(spec, source.folder)
         plan = plan_for_hosts(spec, source.folder, run.path)
         fork = fork_from(fork_of, spec, notes.append) if fork_of else None
         if fork is not None:
