@@ -324,19 +324,32 @@ is counted in **prompts** (`data.prompts_per_step`), each completed `algorithm.g
 changes what is computed; rewards are a list of weighted terms; a reward function is
 `score(prompt, completion, row)`, called for one completion ([rewards.md](rewards.md)).
 
-| their key | here | |
-|---|---|---|
+"""
+OF_ROWS = """
+## Supervised fine-tuning, preferences and reward models
+
+In recipes that learn from rows (`run.recipe` is `sft`, `preference` or `reward_model`) a step is one optimizer step on
+`data.rows_per_step` rows or pairs of all ranks together, however they are cut into micro-batches. Keys of TRL's
+`SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`, and a few of axolotl, LLaMA-Factory, verl and OpenRLHF; those
+of the model, the optimizer and the run are in the table above. Where a reward model learns, `actor.` there is
+`reward_model.`.
+
 """
 
 
 def render_coming_from() -> str:
+    """Render the table of all recipes, and that of those that learn from rows."""
+    return COMING_FROM + _their_keys(of_rows=False) + OF_ROWS + _their_keys(of_rows=True)
+
+
+def _their_keys(*, of_rows: bool) -> str:
     """Render a row for each row of the table, those without a key of ours last."""
-    rows = sorted(foreign_keys().items(), key=lambda row: not row[1].ours)
+    rows = sorted(foreign_keys(of_rows).items(), key=lambda row: not row[1].ours)
     cells = [
         (", ".join(f"`{key}`" for key in keys.split()), f"`{row.ours}`" if row.ours else "–", row.remark)
         for keys, row in rows
     ]
-    return COMING_FROM + "".join(f"| {' | '.join(row)} |\n" for row in cells)
+    return "| their key | here | |\n|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 # ── docs/models.md ────────────────────────────────────────────────────────────────────────────────

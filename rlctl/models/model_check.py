@@ -39,7 +39,7 @@ class ModelCheck:
 
     def __init__(self, spec: Spec, role: RoleName, spec_dir: Path) -> None:
         self.path = spec.model_path(role)
-        self.key = "model.path" if self.path == spec.model.path else f"{role}.model"
+        self.key = f"{role}.model" if getattr(spec.role(role), "model", "") else "model.path"
         self._bigram = spec.lead_engine.model_of == "bigram"
         self._role, self._learns, self._head = role, spec.learns(role), spec.head(role)
         rl = isinstance(spec, RlSpec)

@@ -90,22 +90,17 @@ def walk(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table
             yield from walk(sub, f"{prefix}{name}.N." if is_list(annotation) else f"{prefix}{name}.")
 
 
-def _every_key() -> Iterator[str]:
-    """Yield every dotted key of every recipe."""
-    return (key for recipe in RECIPES.values() for key, _ in walk(recipe))
-
-
 def leaves() -> list[str]:
     """Return every dotted key that holds a value and no table, in the order of the schema."""
-    keys = dict.fromkeys(_every_key())
+    keys = dict.fromkeys(key for recipe in RECIPES.values() for key, _ in walk(recipe))
     parents = {key.rpartition(".")[0] for key in keys}
     return [key for key in keys if key not in parents and f"{key}.N" not in parents]
 
 
 @cache
-def all_keys() -> frozenset[str]:
-    """Return every dotted key, of values and of tables."""
-    return frozenset(_every_key())
+def keys_of(recipe: type[Spec]) -> frozenset[str]:
+    """Return every dotted key of a recipe, of values and of tables."""
+    return frozenset(key for key, _ in walk(recipe))
 
 
 @cache

@@ -13,9 +13,9 @@ import tomli
 
 from specs.errors import Problem
 from specs.load.dotted_keys import value_at
-from specs.load.keys import Path, all_keys, chosen_tables, closest, dotted, homes, kind_of, known_keys, tables_at
+from specs.load.keys import Path, chosen_tables, closest, dotted, homes, keys_of, kind_of, known_keys, tables_at
 from specs.packages import page
-from specs.schema.recipes import RECIPES, spec_class
+from specs.schema.recipes import RECIPES, RowsSpec, spec_class
 from specs.schema.roles import ACTOR, ROLES
 from specs.schema.spec import Spec
 from specs.text import show
@@ -59,19 +59,20 @@ def _leaves(path: Path, value: Any) -> Iterator[Path]:
 
 def _hint_in_foreign_table(path: Path, recipe: type[Spec]) -> str:
     """Return the hint of the key itself, of a table around it that rlctl does without, or of our key with its name."""
-    if own := foreign_key(path):
-        return own.hint(path)
-    around = (foreign_key(path[:end]) for end in range(len(path) - 1, 0, -1))
-    return next((table.remark for table in around if table and not table.ours), "") or _elsewhere(path, recipe)
+    if own := foreign_key(path, recipe):
+        return own.hint(path, recipe)
+    around = (foreign_key(path[:end], recipe) for end in range(len(path) - 1, 0, -1))
+    hint = next((table.remark for table in around if table and not table.ours), "")
+    return hint or _elsewhere(path, recipe) or _of_other_recipes(path, recipe)
 
 
 def _hint(path: Path, here: list[str], recipe: type[Spec]) -> str:
     name, parent = str(path[-1]), dotted(path[:-1])
-    if foreign := foreign_key(path):
-        return foreign.hint(path)
+    if foreign := foreign_key(path, recipe):
+        return foreign.hint(path, recipe)
     if near := closest(name, here, _NEAR):
         return f"did you mean `{near}`?"
-    if hint := _elsewhere(path, recipe):
+    if hint := _elsewhere(path, recipe) or _of_other_recipes(path, recipe):
         return hint
     others = [key for key in homes(recipe) if key != "kind"]
     if far := closest(name, others, _VERY_NEAR):
@@ -88,6 +89,14 @@ def _elsewhere(path: Path, recipe: type[Spec]) -> str:
     return f"did you mean {' or '.join(f'`{key}`' for key in keys[:3])}?" if keys else ""
 
 
+def _of_other_recipes(path: Path, recipe: type[Spec]) -> str:
+    """Say what another tool's key is in recipes that have it."""
+    others = {name: (key, one) for name, one in RECIPES.items() if (key := foreign_key(path, one))}
+    key, other = next(iter(others.values()), (ForeignKey(""), recipe))
+    named = f" (of run.recipe = {' or '.join(map(show, others))})" if key.ours else ""
+    return f"{key.hint(path, other)}{named}"
+
+
 # ── other tools' keys, and removed ones ───────────────────────────────────────────────────────────
 
 
@@ -98,36 +107,48 @@ class ForeignKey:
     ours: str
     remark: str = ""
 
-    def hint(self, path: Sequence[str | int]) -> str:
+    def of_roles(self, roles: Sequence[Any], recipe: type[Spec]) -> list[str]:
+        """Return our key as each of these roles has it; a key of no role once."""
+        if not self.ours.startswith(f"{ACTOR}."):
+            roles = (ACTOR,)
+        keys = (f"{role}{self.ours.removeprefix(ACTOR)}" if role != ACTOR else self.ours for role in roles)
+        return [key for key in keys if key in keys_of(recipe)]
+
+    def hint(self, path: Sequence[str | int], recipe: type[Spec]) -> str:
         """Return the next action for the key at `path`. A role that the path names has its own keys."""
         if not self.ours:
             return self.remark
-        roles = [role for role in path if role in ROLES] if self.ours.startswith(f"{ACTOR}.") else []
-        own = [key for role in roles if (key := f"{role}{self.ours.removeprefix(ACTOR)}") in all_keys()]
-        return f"here it is `{[self.ours, *own][-1]}`" + (f": {self.remark}" if self.remark else "")
+        own = self.of_roles([recipe.lead, *(role for role in path if role in ROLES)], recipe)
+        return f"here it is `{own[-1]}`" + (f": {self.remark}" if self.remark else "")
 
 
 @cache
-def foreign_keys() -> dict[str, ForeignKey]:
-    """Return other tools' keys and what each is here; those of one row stand together, with spaces between them."""
+def foreign_keys(of_rows: bool = False) -> dict[str, ForeignKey]:
+    """Return other tools' keys and what each is here; those of one row stand together, with spaces between them.
+    `of_rows`: what they are in recipes that learn from rows alone."""
     sections = _read("foreign_keys.toml")
+    sections = sections["rows"] if of_rows else sections
     found = {keys: ForeignKey("", instead) for keys, instead in sections["none"].items()}
     for name, rows in sections.items():
-        if name not in ("none", "kinds"):
+        if name not in ("none", "kinds", "rows"):
             found |= {keys: ForeignKey(*([row] if isinstance(row, str) else row)) for keys, row in rows.items()}
     return found
 
 
 @cache
-def _single_keys() -> dict[str, ForeignKey]:
-    return {key: row for keys, row in foreign_keys().items() for key in keys.split()}
+def _single_keys(of_rows: bool) -> dict[str, ForeignKey]:
+    return {key: row for keys, row in foreign_keys(of_rows).items() for key in keys.split()}
 
 
-def foreign_key(path: Sequence[str | int]) -> ForeignKey | None:
-    """Return what another tool's key at `path` is here, by the longest end of the path that is known."""
-    known = _single_keys()
-    ends = (".".join(map(str, path[start:])) for start in range(len(path)))
-    return next((known[end] for end in ends if end in known), None)
+def foreign_key(path: Sequence[str | int], recipe: type[Spec]) -> ForeignKey | None:
+    """Return what another tool's key at `path` is in a recipe, by the longest end of the path that is known."""
+    ends = [".".join(map(str, path[start:])) for start in range(len(path))]
+    for of_rows in (True, False) if issubclass(recipe, RowsSpec) else (False,):
+        known = _single_keys(of_rows)
+        found = next((known[end] for end in ends if end in known), None)
+        if found and (not found.ours or found.of_roles([recipe.lead], recipe)):
+            return found
+    return None
 
 
 def foreign_kind_hint(kind: Any) -> str:

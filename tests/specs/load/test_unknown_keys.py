@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from specs.load.keys import all_keys, homes
-from specs.load.unknown_keys import foreign_keys
-from specs.schema.recipes import RlSpec
+import pytest
+
+from specs.load.keys import homes, keys_of
+from specs.load.unknown_keys import foreign_key, foreign_keys
+from specs.schema.recipes import RECIPES, PreferenceSpec, RewardModelSpec, RlSpec, SftSpec
+from specs.schema.spec import Spec
+
+OF_ROWS = (SftSpec, PreferenceSpec, RewardModelSpec)
 
 
-def test_each_foreign_key_stands_once_and_names_a_key_that_exists() -> None:
-    keys = [key for names in foreign_keys() for key in names.split()]
+@pytest.mark.parametrize(("of_rows", "recipes"), [(False, (RlSpec,)), (True, OF_ROWS)])
+def test_each_foreign_key_stands_once_and_names_a_key_that_exists(of_rows: bool, recipes: tuple[type[Spec]]) -> None:
+    keys = [key for names in foreign_keys(of_rows) for key in names.split()]
     assert len(set(keys)) == len(keys)
-    assert {row.ours for row in foreign_keys().values()} - all_keys() == {""}
-    assert not {key for key in keys if key in homes(RlSpec)}, "hides a key of a spec"
+    known = frozenset().union(*map(keys_of, recipes))
+    assert {row.ours for row in foreign_keys(of_rows).values()} - known == {""}
+    assert not {key for key in keys for recipe in recipes if key in homes(recipe)}, "hides a key of a spec"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "ours"),
+    [
+        ("rl", "per_device_train_batch_size", "actor.micro_batch_tokens"),
+        ("sft", "per_device_train_batch_size", "data.rows_per_step"),
+        ("sft", "learning_rate", "actor.optimizer.lr"),
+        ("reward_model", "learning_rate", "reward_model.optimizer.lr"),
+        ("sft", "num_generations", None),
+        ("reward_model", "precompute_ref_log_probs", None),
+    ],
+)
+def test_what_a_key_is_follows_from_the_recipe(recipe: str, key: str, ours: str | None) -> None:
+    found = foreign_key((key,), RECIPES[recipe])
+    assert (found and found.hint((key,), RECIPES[recipe]).split("`")[1]) == ours
