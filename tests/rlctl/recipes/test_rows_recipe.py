@@ -1,0 +1,112 @@
+"""Recipes that learn from rows, with a real engine in one process: steps, resume to the bit, references."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_run import local_run
+
+from rlctl.recipes.reference import unlike_rows
+from specs.errors import RunDirError
+from specs.wire.batch import Batch
+
+PAIRS = 'train = "builtin:sort-digits-pairs"'
+WORDS = {
+    "sft": 'train = "builtin:sort-digits"\ncompletion_column = "answer"',
+    "preference": PAIRS,
+    "reward_model": PAIRS,
+}
+OBJECTIVES = {
+    "nll": ("sft", 'kind = "nll"'),
+    "dft": ("sft", 'kind = "dft"'),
+    "dpo": ("preference", 'kind = "dpo"'),
+    "dpo-precomputed": ("preference", 'kind = "dpo"\nprecompute_ref = true'),
+    "rpo": ("preference", 'mixture = [{ kind = "dpo" }, { kind = "nll", weight = 0.5 }]'),
+    "orpo": ("preference", 'kind = "orpo"'),
+    "kto": ("preference", 'kind = "kto"'),
+    "bradley_terry": ("reward_model", 'kind = "bradley_terry"\ncenter_coef = 0.01'),
+}
+LEARNER = "micro_batch_tokens = 256\noptimizer = { lr = 2e-3 }\n"
+
+
+def spec_of(folder: Path, name: str, more: str = "") -> Path:
+    recipe, objective = OBJECTIVES[name]
+    data = WORDS[recipe]
+    if name == "kto":
+        rows = [{"prompt": f"{n}>", "completion": f"{n % 10}", "label": n % 3 == 0} for n in range(100, 160)]
+        (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = 'train = "labels.jsonl"'
+    section = "reward_model" if recipe == "reward_model" else "actor"
+    (folder / "spec.toml").write_text(
+        f'schema = 1\n[run]\nrecipe = "{recipe}"\nname = "rows"\nsteps = 4\n'
+        '[model]\npath = "builtin:tiny-digits"\nfrom_scratch = true\n'
+        f"[data]\n{data}\nrows_per_step = 6\nmax_tokens = 16\nmax_rows = 60\n[objective]\n{objective}\n"
+        f"[{section}]\n{LEARNER}[eval]\nevery = 2\nrows = 8\n[checkpoint]\nevery = 2\n{more}"
+    )
+    return folder / "spec.toml"
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What does not follow the clock."""
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "mem/", "perf/tokens_"))}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_run_learns_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, name)
+    with local_run(spec, tmp_path / "whole") as run:
+        run.driver.begin(0)
+        before = run.driver.evaluate(0).metrics["eval/heldout/loss"]
+        whole = [numbers(record.metrics) for record in run.steps(4)]
+        after = numbers(run.driver.evaluate(4).metrics)
+    assert after["eval/heldout/loss"] < before
+    assert whole[0]["data/tokens"] > whole[0]["data/learned_tokens"] > 0
+    with local_run(spec, tmp_path / "parted") as run:
+        parted = [numbers(record.metrics) for record in run.steps(2, save=[2])]
+        assert not run.said.warnings, "proven"
+    with local_run(spec, tmp_path / "parted", resume=True) as run:
+        assert run.done == 2
+        assert parted + [numbers(record.metrics) for record in run.steps(4)] == whole
+        assert numbers(run.driver.evaluate(4).metrics) == after
+
+
+def test_every_kind_of_reference_gives_the_same_losses(tmp_path: Path) -> None:
+    found = {}
+    for name in ("dpo", "dpo-precomputed"):
+        with local_run(spec_of(tmp_path, name), tmp_path / name) as run:
+            run.driver.begin(0)
+            start = run.driver.evaluate(0).metrics["eval/heldout/loss"]
+            assert ("ref" in run.spec.roles) == (name == "dpo"), "precomputed, no second model is held"
+            found[name] = [start, *(record.metrics["actor/loss"] for record in run.steps(4))]
+    assert found["dpo"][0] == pytest.approx(math.log(2), abs=1e-7)
+    assert found["dpo"] == pytest.approx(found["dpo-precomputed"], abs=1e-7)
+
+
+def test_a_lost_file_of_the_reference_is_not_made_of_a_model_that_has_learned(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "dpo-precomputed")
+    with local_run(spec, tmp_path / "run") as run:
+        run.steps(2, save=[2])
+    (tmp_path / "run" / "ref_logprobs.safetensors").unlink()
+    with (
+        pytest.raises(RunDirError, match=r"ref_logprobs\.safetensors is gone"),
+        local_run(spec, tmp_path / "run", resume=True),
+    ):
+        pass
+
+
+def test_the_kl_is_estimated_with_the_completions_of_other_rows() -> None:
+    rows = Batch(
+        {
+            "length_B": np.array([3, 4]),
+            "tokens_T": np.array([1, 2, 7, 3, 4, 8, 9]),
+            "loss_mask_T": np.array([0, 0, 1, 0, 0, 1, 1], dtype=np.uint8),
+        }
+    )
+    unlike = unlike_rows(rows)
+    assert [each.tolist() for each in unlike.sequences("tokens_T")] == [[1, 2, 8, 9], [3, 4, 7]]
+    assert [each.tolist() for each in unlike.sequences("loss_mask_T")] == [[0, 0, 1, 1], [0, 0, 1]]
