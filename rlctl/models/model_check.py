@@ -107,7 +107,7 @@ class ModelCheck:
             if "adapter_config.json" in names:
                 hint = "merge the adapter into its base model first"
             elif "checkpoints" in names or "manifest.json" in names:
-                hint = "rlctl export-checkpoint makes a model folder of a run's checkpoint"
+                hint = 'name the directory of a run: "RUN" is its newest checkpoint, "RUN@STEP" another'
             self._wrong(f"no config.json in {folder}", hint)
             return
         try:

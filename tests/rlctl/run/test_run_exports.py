@@ -3,18 +3,89 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running import finish, preset, settings, warm_rlctl
+from safetensors.numpy import load_file
 from small_spec import raw_spec
 
+from rlctl.cli import main
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run.run_exports import with_run_exports
 from rlctl.run.run_lock import RunLock
 from specs.schema.recipes import RlSpec
 
 TINY = str(BUILTIN_FOLDER / "tiny-digits")
+SMALL = settings(
+    "data.prompts_per_step=8", "algorithm.group_size=4", "algorithm.mini_batches_per_step=1", "eval.every=9"
+)
+WARM = settings("model.path=runs/warm", "model.from_scratch=false")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A spec, and beside it `runs/warm` of two steps, both saved."""
+    folder = tmp_path_factory.mktemp("chain")
+    spec = preset("quickstart", folder)
+    finish("train", spec, *SMALL, *settings("run.name=warm", "run.steps=2", "checkpoint.every=1"), cwd=folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_last_weights_of_another(place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    warm, spec = place / "runs" / "warm", "quickstart.toml"
+
+    assert main(["check-config", spec, *WARM]) == 0
+    assert "runs/warm, step 2 " in capsys.readouterr().out
+    assert main(["plan", spec, *WARM]) == 0
+    assert not (warm / "exports").exists(), "looking at it made it"
+    assert main(["check-config", spec, "--set", "model.path=runs/warm"]) == 2
+    assert "model.from_scratch" in capsys.readouterr().err
+
+    more = (*SMALL, *WARM, *settings("run.name=next", "checkpoint.every=1", "algorithm.kl_coef=0.01"))
+    done = finish("train", spec, *more, *settings("run.steps=1"), cwd=place)
+    assert "Qwen2 warm, step 2 (rl)" in " ".join(done.stdout.split())
+    run, chain = place / "runs" / "next", ["warm, step 2 (rl)", "builtin:tiny-digits"]
+    built = json.loads((run / "as_built.json").read_text())
+    assert built["lineage"] == {"actor": chain, "ref": chain, "rollout": chain}
+    assert "actor: warm, step 2 (rl) ← builtin:tiny-digits" in (run / "report.html").read_text()
+    exported = load_file(warm / "exports" / "actor_step_000002" / "model.safetensors")
+    assert built["actor"][0]["model"]["weights_checksum"] == checksum(exported)
+
+    out = place / "out"
+    finish("export-checkpoint", run, out, cwd=place)
+    assert json.loads((out / "rlctl_export.json").read_text())["made_from"] == chain
+    assert "`warm, step 2 (rl) ← builtin:tiny-digits`" in (out / "README.md").read_text()
+
+    later = warm / "checkpoints" / "step_000003"
+    shutil.copytree(warm / "checkpoints" / "step_000002", later)
+    manifest = json.loads((later / "manifest.json").read_text())
+    (later / "manifest.json").write_text(json.dumps({**manifest, "step": 3}))
+    assert main(["check-config", spec, *WARM]) == 0
+    assert "runs/warm, step 3 " in capsys.readouterr().out
+    finish("train", spec, *more, *settings("run.steps=2"), "--resume", cwd=place)
+    assert [folder.name for folder in (warm / "exports").glob("actor_*")] == ["actor_step_000002"]
+
+    warm.rename(place / "elsewhere")
+    failed = warm_rlctl("train", "runs/next", *settings("run.steps=3"), "--resume", cwd=place)
+    assert failed.returncode == 2
+    told = " ".join((failed.stdout + failed.stderr).split())
+    assert "model.path" in told
+    assert "no such export, nor its run (" in told
+    assert "put that run back" in told
+
+
+def checksum(weights: dict[str, Any]) -> str:
+    from backends.weights.checksum import checksum_bytes, checksum_weights
+
+    return checksum_weights((name, checksum_bytes(array.reshape(-1).view("uint8"))) for name, array in weights.items())
+
+
+# ── which checkpoint, and of whom ─────────────────────────────────────────────────────────────────
 
 
 def a_run(folder: Path, steps: dict[int, Any], *roles: str, engine: str = "ddp") -> Path:
