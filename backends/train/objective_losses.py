@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from backends.packed.packing import MicroBatch, loss_tokens_B, loss_weight_T
 from backends.packed.row_ops import Put
 from backends.protocol import LossScale
-from backends.token_metrics import ObjectiveTokens, UnitValues, no_function, token_values
+from backends.token_metrics import ObjectiveTokens, UnitValues, token_values
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.errors import BatchError
 from specs.schema.algorithms.algorithm import UNIT_REDUCTIONS
@@ -152,14 +152,11 @@ def terms_of(objective: Objective) -> list[tuple[float, Objective]]:
 
 
 def unit_loss(chosen: Sequences, rejected: Sequences, objective: Objective) -> Tensor:
-    """The losses of units, added up. Raises RlctlError for a table without a function."""
+    """The losses of units, added up."""
     total = chosen.total.new_zeros(())
     for weight, term in terms_of(objective):
-        if isinstance(term, TokenObjective):
-            continue
-        if type(term) not in UNIT_LOSSES:
-            raise no_function(term, UNIT_LOSSES, "UNIT_LOSSES in backends/train/objective_losses.py")
-        total = total + weight * UNIT_LOSSES[type(term)](chosen, rejected, term).sum()
+        if not isinstance(term, TokenObjective):
+            total = total + weight * UNIT_LOSSES[type(term)](chosen, rejected, term).sum()
     return total
 
 

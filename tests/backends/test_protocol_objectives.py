@@ -30,6 +30,7 @@ from backends.protocol import ENGINE_MAXIMA, ENGINE_SUMS, UNIT_SUMS, TrainEngine
 from rlctl.loop.step_metrics import RankReport, update_metrics
 from specs.errors import BatchError, ModelError
 from specs.schema.objectives import Objective
+from specs.schema.role_section import Lora
 from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
 
@@ -175,6 +176,21 @@ def test_a_new_reward_model_learns_from_a_tie(make: Make) -> None:
     assert history[-1]["reward_model/accuracy"] > 0.8
     score_B = engine.scores(batch)
     assert history[-1]["reward_model/margin"] <= (score_B[::2] - score_B[1::2]).mean()
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=12.0)], ids=["whole", "adapters"])
+def test_a_policy_that_is_its_reference(tmp_path: Path, lora: Lora | None) -> None:
+    """What the papers' losses are before the first step; with adapters the reference is the model without them."""
+    folder, rows = write_model(tmp_path, QWEN2), make_units()
+    for kind, value in (("dpo", np.log(2)), ("ipo", 25), ("hinge", 1), ("apo_zero", 1), ("sppo", 50), ("kto", 0.5)):
+        engine, given = build_engine(train_config(folder, lora=lora, micro_batch_tokens=40)), objective(kind)
+        ref_T = engine.forward(rows.only(["tokens_T", "loss_mask_T"]), adapters=lora is None)
+        batch = rows_of(given)
+        columns = {"ref_logprob_T": ref_T, "kl_B": np.zeros(len(batch), dtype=np.float32)}
+        found = step_metrics(engine, Batch({**batch.columns, **columns}), given)
+        assert found["actor/loss"] == pytest.approx(value, rel=1e-5), kind
+        assert abs(found["actor/chosen_reward"]) < 1e-6
+        assert engine.optim_step().grad_norm > 0.01
 
 
 def test_what_is_refused(make: Make) -> None:

@@ -11,7 +11,17 @@ import torch
 from gpu import needs, on_cpu_and_gpu
 from rollout_helpers import answer, give_weights, make_prompts, rollout_config
 from rollout_helpers import write_model as write_shape
-from train_helpers import QWEN2, build_engine, learn, make_batch, train_config, write_model
+from train_helpers import (
+    QWEN2,
+    build_engine,
+    learn,
+    make_batch,
+    make_units,
+    objective,
+    train_config,
+    unit_scale,
+    write_model,
+)
 
 from backends import memory
 from backends.protocol import Rank
@@ -82,6 +92,20 @@ def test_offload_offloads_everything_in_pinned_memory_neutral_to_the_bit(
             assert held - torch.cuda.memory_allocated() >= sum(host.nbytes for host in offloaded)
         moves.onload()
     np.testing.assert_array_equal(stays.forward(make_batch()), moves.forward(make_batch()))
+
+
+@pytest.mark.parametrize("device", on_cpu_and_gpu())
+def test_pairs_are_compared_on_the_device_as_on_the_cpu(tmp_path: Path, device: str) -> None:
+    """In chunks of logits, twice to the bit."""
+    folder, batch = write_model(tmp_path, QWEN2), make_units()
+    given, found = objective("mixture", mixture=[{"kind": "dpo"}, {"kind": "nll"}]), []
+    for where in ("cpu", device, device):
+        engine = trainer_on(where, folder)
+        engine.policy.head.chunk = 7
+        sums = engine.forward_backward(batch, given, unit_scale(batch))
+        found.append({name: sums[name] for name in given.summed()} | {"norm": engine.optim_step().grad_norm})
+    assert found[1] == found[2]
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize(

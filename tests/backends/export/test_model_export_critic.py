@@ -1,4 +1,5 @@
-"""A critic's checkpoint as a folder that transformers loads, proven by its values, and as another critic's start."""
+"""The checkpoint of a critic or reward model as a folder that transformers loads, proven by its values, and as
+another one's start."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stock_model import write_family
-from train_helpers import build_engine, largest_gap, make_batch, scale_of, train_config, weights_of
+from train_helpers import (
+    build_engine,
+    largest_gap,
+    make_batch,
+    make_units,
+    objective,
+    scale_of,
+    train_config,
+    unit_scale,
+    weights_of,
+)
 from transformers import AutoModelForSequenceClassification
 
 from backends.export.model_export import Source, prove, write_model
@@ -19,15 +30,18 @@ from backends.protocol import TrainEngine
 from specs.errors import ExportError
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.role_section import Lora
+from specs.schema.roles import HeadKind
 from specs.wire.batch import Batch
 
 PROMPTS = [[3, 1, 4, 1, 5], [5, 9]]
 MANY = 2**40  # bytes of memory: everything fits
 
 
-def critic(folder: Path, dtype: str = "fp32", kind: str = "ddp", lora: Lora | None = None) -> TrainEngine:
-    model = {"head": "value", "from_scratch": False, "dtype": dtype}
-    return build_engine(train_config(folder, kind, model=model, role="critic", lora=lora))
+def critic(
+    folder: Path, dtype: str = "fp32", kind: str = "ddp", lora: Lora | None = None, head: str = "value", **changes: Any
+) -> TrainEngine:
+    model = {"head": head, "from_scratch": False, "dtype": dtype}
+    return build_engine(train_config(folder, kind, model=model, role="critic", lora=lora, **changes))
 
 
 def of_prompts() -> Batch:
@@ -39,14 +53,23 @@ def of_prompts() -> Batch:
 
 
 def trained(
-    folder: Path, dtype: str = "fp32", kind: str = "ddp", family: str = "llama", lora: Lora | None = None
+    folder: Path,
+    dtype: str = "fp32",
+    kind: str = "ddp",
+    family: str = "llama",
+    lora: Lora | None = None,
+    head: str = "value",
 ) -> tuple[TrainEngine, Path]:
-    """A critic after three updates, and what it saved."""
-    engine = critic(write_family(folder / "model", family), dtype, kind, lora)
+    """A critic, or reward model, after three updates, and what it saved."""
+    engine = critic(write_family(folder / "model", family), dtype, kind, lora, head)
     for step in range(3):
         batch = make_batch(seed=step)
         batch = batch.with_columns(value_T=batch["ref_logprob_T"], return_T=batch["advantage_T"])
-        engine.forward_backward(batch, ValueLoss(), scale_of(batch))
+        if head == "reward":
+            pairs = make_units(seed=step)
+            engine.forward_backward(pairs, objective("bradley_terry"), unit_scale(pairs))
+        else:
+            engine.forward_backward(batch, ValueLoss(), scale_of(batch))
         engine.optim_step()
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
@@ -57,28 +80,36 @@ def trained(
     return engine, checkpoint
 
 
-def source_of(checkpoint: Path, dtype: str = "fp32") -> Source:
-    return Source(checkpoint, str(checkpoint.parent / "model"), dtype, False, "value")
+def source_of(checkpoint: Path, dtype: str = "fp32", head: HeadKind = "value") -> Source:
+    return Source(checkpoint, str(checkpoint.parent / "model"), dtype, False, head)
 
 
 def proven(source: Source, out: Path, memory_bytes: int = MANY) -> Any:
     return prove(source, out, source.checkpoint / "value_proof.json", memory_bytes, lambda *_: None)
 
 
-def exported(checkpoint: Path, dtype: str = "fp32") -> Path:
+def exported(checkpoint: Path, dtype: str = "fp32", head: HeadKind = "value") -> Path:
     out = checkpoint.parent / "out"
     out.mkdir()
-    write_model(source_of(checkpoint, dtype), out, 10_000, lambda *_: None)
+    write_model(source_of(checkpoint, dtype, head), out, 10_000, lambda *_: None)
     return out
 
 
-@pytest.mark.parametrize(("kind", "family"), [("ddp", "llama"), ("fsdp2", "gemma3_text"), ("ddp", "qwen3_moe")])
-def test_it_loads_as_a_classifier_with_one_output_and_starts_another_critic(
-    tmp_path: Path, kind: str, family: str
+@pytest.mark.parametrize(
+    ("kind", "family", "head"),
+    [
+        ("ddp", "llama", "value"),
+        ("fsdp2", "gemma3_text", "value"),
+        ("ddp", "qwen3_moe", "value"),
+        ("ddp", "qwen2", "reward"),
+    ],
+)
+def test_it_loads_as_a_classifier_with_one_output_and_starts_another(
+    tmp_path: Path, kind: str, family: str, head: HeadKind
 ) -> None:
-    engine, checkpoint = trained(tmp_path, kind=kind, family=family)
-    out = exported(checkpoint)
-    proof = proven(source_of(checkpoint), out)
+    engine, checkpoint = trained(tmp_path, kind=kind, family=family, head=head)
+    out = exported(checkpoint, head=head)
+    proof = proven(source_of(checkpoint, head=head), out)
     assert (proof.values, proof.greedy_tokens, proof.loaded) == (5, 0, "memory")
     assert proof.parameters == engine.built().parameters
     model = AutoModelForSequenceClassification.from_pretrained(out).eval()
@@ -88,7 +119,7 @@ def test_it_loads_as_a_classifier_with_one_output_and_starts_another_critic(
     scores = [model(input_ids=torch.tensor([prompt])).logits.item() for prompt in PROMPTS]
     np.testing.assert_allclose(engine.scores(of_prompts()), scores, atol=2e-5)
     assert abs(scores[0] - scores[1]) > 1e-3
-    again = critic(out, kind=kind)
+    again = critic(out, kind=kind, head=head, **({"optimizer": None} if head == "reward" else {}))
     assert not again.built().new_head
     assert largest_gap(weights_of(again), weights_of(engine)) == 0
     np.testing.assert_array_equal(again.values(of_prompts()), engine.values(of_prompts()))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specs.wire.batch import Batch
 from specs.wire.model_flops import DecoderSize
-from specs.wire.partition import even_rows, fewest_rows, in_step, shards
+from specs.wire.partition import even_rows, fewest_rows, in_step, shards, unit_shards
 from specs.wire.sequence_work import SequenceWork
 
 SIZE = DecoderSize(layers=4, heads=2, head_size=8, layer_weights=300, head_weights=100)
@@ -63,6 +63,20 @@ def test_every_sequence_goes_to_one_rank_and_comes_back_to_its_place(batch: Batc
     for part in parts:
         back_T[batch.token_index(part)] = batch.select(part)["tokens_T"]
     assert (back_T == batch["tokens_T"]).all()
+
+
+@settings(deadline=None)
+@given(groups(), st.sampled_from([(1, 1), (3, 1), (4, 2)]))
+def test_units_go_whole_to_one_rank(batch: Batch, ranks: tuple[int, int]) -> None:
+    unit_B = np.arange(len(batch)) // 2 * 7
+    parts = unit_shards(SequenceWork.of(batch, size=SIZE), unit_B, *ranks)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(batch)))
+    assert sum(len(np.unique(unit_B[part])) for part in parts) == len(np.unique(unit_B))
+
+
+def test_ranks_are_even_in_flops_of_pairs() -> None:
+    work = long_tail(size=2)
+    assert imbalance(work, unit_shards(work, np.arange(128) // 2, 4)) < 1.03
 
 
 @settings(deadline=None)
