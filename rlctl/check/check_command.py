@@ -55,10 +55,6 @@ def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: L
 
     if isinstance(spec, RlSpec) and (problems := address_problems(spec)):
         return replace(findings, problems=problems)
-    if level == "run":
-        from rlctl.run.run_exports import export_missing
-
-        export_missing(spec, spec_dir)
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
     with Screen(stderr=True).status(f"probe: {what} …"):
         found = probe(spec, spec_dir, plan, level)

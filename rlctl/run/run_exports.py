@@ -97,7 +97,7 @@ def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, nam
     if role is None:
         has = ", ".join(ROLES[role].title for role in _learners(manifest)) or "nothing"
         hint = f"name a run that trained {ROLES[wanted[0]].title}"
-        return Problem(key, f"this run trained {has}", hint, show(named))
+        return Problem(key, f"this run trained {has}, not {ROLES[wanted[0]].title}", hint, show(named))
     table = table_of("train", str(manifest.get("engine")))
     if table is not None and table.model_of == "bigram":
         hint = "an engine that trains a model, like ddp, writes checkpoints that can be exported"

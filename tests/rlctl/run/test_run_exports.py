@@ -129,7 +129,14 @@ def test_whose_weights_a_role_takes(tmp_path: Path, learned: tuple[str, ...], se
         ({}, (), {}, "a", "has no checkpoint", "checkpoint.every"),
         ({4: True}, ("actor",), {}, "a@5", "has no checkpoint of step 5", "it has: 4"),
         ({4: False}, ("actor",), {}, "a", "without the proof", "resume that run"),
-        ({4: True}, ("reward_model",), {}, "a", "trained the reward model", "a run that trained the actor"),
+        (
+            {4: True},
+            ("reward_model",),
+            {},
+            "a",
+            "trained the reward model, not the actor",
+            "a run that trained the actor",
+        ),
         ({4: True}, ("actor",), {"engine": "fake"}, "a", "engine is fake", "ddp"),
     ],
 )
