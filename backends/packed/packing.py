@@ -60,7 +60,7 @@ class Budget:
         shared = f" × {self.ranks} ranks that share a row" if self.ranks > 1 else ""
         raise BatchError(
             f"sequence {over[0]} has {length_B[over[0]]} tokens, over {self.key} = {self.tokens}{shared}",
-            hint=f"raise {self.key} or sequence_parallel of the role, or lower data.max_response_tokens",
+            hint=f"raise {self.key} or sequence_parallel of the role, or lower the limits on tokens under [data]",
         )
 
     def check_units(self, unit_B: NDArray[np.int64], rows_U: NDArray[np.int64]) -> None:
