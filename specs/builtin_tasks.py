@@ -21,18 +21,23 @@ def sort_digits() -> Iterator[dict[str, Any]]:
 
 def sort_digits_pairs() -> Iterator[dict[str, Any]]:
     """Yield the prompts of `sort_digits` with the right answer as `chosen` and a wrong one as `rejected`: by turns as
-    they were given, in descending order, with two digits exchanged, with one digit changed, one too few or too many."""
-    for index, row in enumerate(sort_digits()):
-        right, given = row["answer"], row["prompt"][:-1]
-        at, other = index // 6 % 3, str((int(right[index // 6 % 4]) + 1 + index // 24 % 9) % 10)
+    they were given, in descending order, with two digits exchanged, with one digit changed, that in order again, the
+    answer to another prompt, with one digit too few, with one too many."""
+    rows = list(sort_digits())
+    for index, row in enumerate(rows):
+        right, turn = row["answer"], index // 8
+        at, other = turn % 4, str((int(right[turn % 4]) + 1 + turn // 4 % 9) % 10)
+        changed = right[:at] + other + right[at + 1 :]
         wrong = (
-            given,
+            row["prompt"][:-1],
             right[::-1],
-            right[:at] + right[at + 1] + right[at] + right[at + 2 :],
-            right[: index // 6 % 4] + other + right[index // 6 % 4 + 1 :],
-            right[:3],
+            right[: at % 3] + right[at % 3 + 1] + right[at % 3] + right[at % 3 + 2 :],
+            changed,
+            "".join(sorted(changed)),
+            rows[index - 1 - turn % 5]["answer"],
+            right[:at] + right[at + 1 :],
             right + other,
-        )[index % 6]
+        )[index % 8]
         if wrong != right:
             yield {"prompt": row["prompt"], "chosen": right, "rejected": wrong}
 

@@ -74,15 +74,17 @@ class TextConfig(Table):
 
 class RowsConfig(Table):
     """Which rows the data role serves, where a run learns from rows. `unit`: what the objective is a mean of; rows hold
-    a pair of completions for "pair", and a label for "sequence"."""
+    a pair of completions for "pair", and a label for "sequence". `of_scores`: their last token gets a score."""
 
     rows: RowsSection
     eval: RowsEval | None
     unit: Unit
+    of_scores: bool = False
 
     @staticmethod
     def of(spec: RowsSpec) -> RowsConfig:
-        return RowsConfig(rows=spec.data, eval=spec.eval, unit=spec.objective.unit)
+        objective = spec.objective
+        return RowsConfig(rows=spec.data, eval=spec.eval, unit=objective.unit, of_scores=objective.of_scores)
 
 
 class DataConfig(TextConfig):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.hf.tokenizer import TextCodec
+from backends.hf.tokenizer import TextCodec, pad_token_of
 from specs.errors import DataError
 from specs.schema.eval_sets import Evaluation
 from specs.schema.rows import RowSet
@@ -181,10 +181,13 @@ def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
     rows = config.rows
     assert rows is not None, "there are no rows"
 
+    trusted = config.trust_remote_code
+    pad = pad_token_of(config.model_path, trust_remote_code=trusted) if rows.of_scores else None
+
     def table(source: RowSet, most: int | None) -> ExampleTable:
         found = read_rows(source.path, split=source.split, base=Path(config.spec_dir), max_rows=most)
         with renderer_of(codec) if codec.has_chat_template else nullcontext() as chats:
-            made = build_examples(found, ExampleReader(source, rows, codec, chats))
+            made = build_examples(found, ExampleReader(source, rows, codec, chats, pad))
         refuse_nothing(made, rows)
         return made
 

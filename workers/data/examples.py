@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from workers.data.conversations import (
     mask_of,
 )
 from workers.data.row_source import DataRow
+from workers.joined_text import ended, joined, without_padding
 
 
 class RowCodec(Protocol):
@@ -175,9 +176,18 @@ def _truncated(example: Example, most: int) -> Example:
 
 
 class ExampleReader:
-    """Makes examples of the rows of a source. `chats`: the model's chat template, None where it has none."""
+    """Makes examples of the rows of a source. `chats`: the model's chat template, None where it has none. `pad`: the
+    padding token, which ends no sequence that is scored; None: they are not, or there is none."""
 
-    def __init__(self, source: RowSet, config: RowsConfig, codec: RowCodec, chats: ChatRenderer | None) -> None:
+    def __init__(
+        self,
+        source: RowSet,
+        config: RowsConfig,
+        codec: RowCodec,
+        chats: ChatRenderer | None,
+        pad: int | None = None,
+    ) -> None:
+        self.pad = pad
         self.source, self.config, self.codec, self.chats = source, config, codec, chats
         self.data = config.rows
         self._specials = tuple(text for text in codec.decode([[id_] for id_ in codec.special_ids], special_tokens=True))
@@ -204,9 +214,15 @@ class ExampleReader:
         else:
             columns = f"{source.messages_column!r}, {source.completion_column!r} or {source.text_column!r}"
             raise BadRow(f"no column {columns}; the row has {', '.join(map(repr, values)) or 'none'}")
+        if self.pad is not None:
+            example = replace(example, sequences=[self._as_scored(sequence) for sequence in example.sequences])
         for sequence in example.sequences:
             self._check(sequence)
         return example
+
+    def _as_scored(self, sequence: Learned) -> Learned:
+        tokens = without_padding(sequence.tokens, self.pad)
+        return Learned(tokens, sequence.mask[: len(tokens)])
 
     def _learn_from(self, usual: LearnFrom) -> LearnFrom:
         return self.data.learn_from or usual
@@ -261,8 +277,7 @@ class ExampleReader:
 
     def _joined(self, prompt: str, completion: str) -> Learned:
         """Join texts as they stand; the end of sequence follows once, and is learned."""
-        before, after = *self.codec.encode([prompt], rendered=False), *self.codec.encode([completion], rendered=True)
-        after = self._ended(after)
+        ((before, after),) = joined(self.codec, [prompt], [completion])
         learn_from = self._learn_from("completion")
         if learn_from not in ("completion", "all"):
             raise BadRow(f'data.learn_from = "{learn_from}" is about messages, and the row holds text')
@@ -271,12 +286,8 @@ class ExampleReader:
     def _text(self, text: str) -> Learned:
         if self._learn_from("all") != "all":
             raise BadRow(f'data.learn_from = "{self.data.learn_from}" is not about rows of one text')
-        tokens = self._ended(*self.codec.encode([text], rendered=False))
+        tokens = ended(self.codec, *self.codec.encode([text], rendered=False))
         return Learned(tokens, [1] * len(tokens))
-
-    def _ended(self, tokens: list[int]) -> list[int]:
-        end = self.codec.end_id
-        return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
     def _conversation(
         self, messages: Sequence[Message], learn_from: LearnFrom, first: int = 0, *, values: Mapping[str, Any]

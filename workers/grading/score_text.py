@@ -7,15 +7,15 @@ Of several turns the reward model sees one answer, its parts in lines of their o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from backends.hf.tokenizer import TextCodec, load_codec, pad_token_of
 from specs.errors import ModelError
 from specs.schema.metric import Metric, metrics
 from specs.wire.role_config import ScoreText
-from workers.chat_renderer import ChatTemplateError, renderer_of
+from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.grading.pool import Grade
 from workers.grading.terms import GradeRequest
+from workers.joined_text import joined, without_padding
 
 MODEL_CAUSES = ("model_overlong", "model_template")
 _WITH_MODEL = "a reward term is a model"
@@ -30,7 +30,8 @@ METRICS: tuple[Metric, ...] = metrics(
 
 class ScoreTexts:
     """Makes tokens of texts for one reward model. A tokenizer with a chat template is always given a conversation, a
-    prompt of plain text as the user's message; without one, prompt and completion as they are."""
+    prompt of plain text as the user's message; without one, prompt and completion as they are, and the
+    end of sequence."""
 
     def __init__(self, config: ScoreText, actor: TextCodec) -> None:
         """`actor`: whose prompts are scored. Raises ModelError where there is no tokenizer, or no chat template for
@@ -47,26 +48,23 @@ class ScoreTexts:
 
     def tokens(self, requests: Sequence[GradeRequest]) -> list[list[int] | Grade]:
         """Return each sample's tokens, or why it has none."""
-        texts = [self._text(request) for request in requests]
-        whole = [text for text in texts if isinstance(text, str)]
-        encode = self.codec.encode_plain if self._chats is None else partial(self.codec.encode, rendered=True)
-        encoded = iter(encode(whole))
+        if self._chats is None:
+            prompts, completions = [each.prompt for each in requests], [each.completion for each in requests]
+            return [self._checked([*pair[0], *pair[1]]) for pair in joined(self.codec, prompts, completions)]
+        texts = [self._text(self._chats, request) for request in requests]
+        encoded = iter(self.codec.encode([text for text in texts if isinstance(text, str)], rendered=True))
         return [self._checked(next(encoded)) if isinstance(text, str) else text for text in texts]
 
-    def _text(self, request: GradeRequest) -> str | Grade:
-        if self._chats is None:
-            return request.prompt + request.completion
+    def _text(self, chats: ChatRenderer, request: GradeRequest) -> str | Grade:
         messages = request.messages or [{"role": "user", "content": request.prompt}]
         try:
             conversation = [*messages, {"role": "assistant", "content": request.completion}]
-            return self._chats.render(conversation, begins_answer=False)
+            return chats.render(conversation, begins_answer=False)
         except ChatTemplateError as error:
             return Grade(cause="model_template", text=f"reward model {self.config.path}: {error}")
 
     def _checked(self, ids: list[int]) -> list[int] | Grade:
-        """Padding tokens at the end are left out: transformers reads the score at the last token that is none."""
-        while len(ids) > 1 and ids[-1] == self._pad:
-            ids = ids[:-1]
+        ids = without_padding(ids, self._pad)
         most = self.config.max_sequence_tokens
         if ids and len(ids) <= most:
             return ids
