@@ -16,6 +16,13 @@ STATE_KINDS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 LAYER_KINDS = (
     frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}) | STATE_KINDS
 )
+# Families of several models whose language model transformers has no class for; every build asks transformers itself.
+NOT_ALONE = frozenset(
+    {
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "glm4v", "glm4v_moe"),
+        *("glm_ocr", "mllama", "ernie4_5_vl_moe", "hunyuan_vl", "paddleocr_vl", "emu3", "molmo2", "granite4_vision"),
+    }
+)
 _STATE_KEYS = ("mamba_", "ssm_", "linear_conv_")  # of configs that list no kinds of layers
 
 

@@ -11,11 +11,13 @@ import torch
 from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from train_helpers import GPT2, QWEN2, model_config, write_model
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from backends.hf.attention_choice import choose, refuse_a_swap
 from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights
+from backends.hf.language_model import language_model_config
 from specs.errors import ModelError
+from specs.model_facts import NOT_ALONE
 
 
 def test_loading_gives_the_saved_weights_and_description(tmp_path: Path) -> None:
@@ -105,3 +107,9 @@ def test_the_function_really_called_is_read_from_every_layer(tmp_path: Path) -> 
     assert built.attn_implementation == "eager,sdpa"
     eager = "transformers.models.qwen2.modeling_qwen2.eager_attention_forward"
     assert built.attn_function == f"backends.packed.packed_attention.sdpa_by_layout,{eager}"
+
+
+@pytest.mark.parametrize("family", sorted(NOT_ALONE))
+def test_check_config_refuses_a_family_that_a_build_would(family: str) -> None:
+    with pytest.raises(ModelError, match="no class for the language model alone"):
+        language_model_config(CONFIG_MAPPING[family](), family)
