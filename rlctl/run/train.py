@@ -23,6 +23,7 @@ from rlctl.processes.placement import Plan
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import Interrupt, as_ctrl_c
 from rlctl.run.lineage import Fork, fork_from, spec_source
+from rlctl.run.report_command import RunningReport
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.run_exports import checked, export_missing
 from rlctl.run.saving import Saver, find_checkpoint
@@ -49,8 +50,6 @@ from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.metric import Metric
 from specs.terminal import json_text
-
-REPORT_S = 15.0  # between two writings of the report while a run goes on
 
 # The roles still answer: what they reached can be saved.
 STOPPED = (GradingError, Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
@@ -240,10 +239,10 @@ class Steps:
     interrupt: Interrupt
     progress: Progress
     done: int
-    _report_due: float = 0.0
 
     def __post_init__(self) -> None:
         self.spec = self.run.spec
+        self.report = RunningReport(self.run.path)
         self.memory_watch = MemoryWatch(self.spec.run.max_memory_growth_GiB, self.progress.warning)
 
     def take(self) -> None:
@@ -258,6 +257,8 @@ class Steps:
         except RoleFailure as failure:
             failure.advise(self._where_to_resume())
             raise
+        finally:
+            self.report.close()
 
     def _before_the_first(self) -> None:
         """Give the rollout the actor's weights; evaluate a run from the start before it learns."""
@@ -285,18 +286,11 @@ class Steps:
             record.metrics["time/wall_s"] = time.monotonic() - started
             self._log(record.metrics, record.samples)
             self.progress.step(record.metrics)
-            self._write_report()
+            self.report.follow(step)
         self.memory_watch.see(record.metrics, step)
         if step % spec.checkpoint.every == 0 or last:
             self.saver.save(self.driver, step)
         self.interrupt.check()
-
-    def _write_report(self) -> None:
-        """Write it now and then, so that an open page follows the run; never for more than a hundredth of the time."""
-        now = time.monotonic()
-        if now >= self._report_due:
-            write_report(self.run.path, running=True)
-            self._report_due = time.monotonic() + max(REPORT_S, 100 * (time.monotonic() - now))
 
     def _log(self, metrics: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> None:
         self.metrics.write(metrics)

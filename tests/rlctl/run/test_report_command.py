@@ -1,0 +1,30 @@
+"""The page of a run that goes on is written by a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.run import report_command
+from rlctl.run.report_command import RunningReport
+from rlctl.run.run_lock import RunLock
+
+
+def test_a_running_page_is_there_once_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "resolved.json").write_text('{"run": {"name": "mine"}}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    lock, page = RunLock(tmp_path, ""), tmp_path / "report.html"
+    early = RunningReport(tmp_path)
+    monkeypatch.setattr(report_command, "REPORT_S", 0.0)
+    due = RunningReport(tmp_path)
+    for written, report in ((False, early), (True, due)):
+        report.follow(10_000)
+        report.close()
+        assert page.exists() is written
+    assert "Running: 2 steps done" in page.read_text()
+    page.unlink()
+    due.follow(10_001)
+    due.close()
+    assert not page.exists(), "no more than a hundredth of the time"
+    lock.release()
