@@ -49,12 +49,12 @@ class Reference:
 
 
 def unlike_rows(rows: Batch) -> Batch:
-    """Return each row's prompt with the completion of the next row, the last one's with the first's."""
+    """Return each row's prompt with the completion of the row before it, the first one's with the last's."""
     tokens, masks = rows.sequences("tokens_T"), rows.sequences("loss_mask_T")
     starts = [int(np.argmax(mask)) for mask in masks]
-    after = [*range(1, len(tokens)), 0]
-    tokens = [np.concatenate([tokens[n][: starts[n]], tokens[m][starts[m] :]]) for n, m in enumerate(after)]
-    masks = [np.concatenate([masks[n][: starts[n]], masks[m][starts[m] :]]) for n, m in enumerate(after)]
+    others = [len(tokens) - 1, *range(len(tokens) - 1)]
+    tokens = [np.concatenate([tokens[n][: starts[n]], tokens[m][starts[m] :]]) for n, m in enumerate(others)]
+    masks = [np.concatenate([masks[n][: starts[n]], masks[m][starts[m] :]]) for n, m in enumerate(others)]
     return Batch(
         {
             "length_B": np.array([len(each) for each in tokens]),
