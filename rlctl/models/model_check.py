@@ -17,7 +17,7 @@ from specs.json_file import read_object
 from specs.load.keys import closest
 from specs.model_facts import LAYER_KINDS, NOT_ALONE, merged_config, positions_of, tokens_of_one_rope
 from specs.schema.recipes import RlSpec
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.roles import ROLES, HeadKind, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -41,7 +41,10 @@ class ModelCheck:
         self.path = spec.model_path(role)
         self.key = f"{role}.model" if getattr(spec.role(role), "model", "") else "model.path"
         self._bigram = spec.lead_engine.model_of == "bigram"
-        self._role, self._learns, self._head = role, spec.learns(role), spec.head(role)
+        self._role, self._learns = role, spec.learns(role)
+        self._head: HeadKind = spec.head(role)
+        if self._learns and self._head != "lm":
+            self._head = "value"  # one that learns is made where the files have none
         rl = isinstance(spec, RlSpec)
         self._lengths = _PROMPTS_AND_COMPLETIONS if rl else ("lower it", "data.max_tokens")
         self._same_tokens = role == spec.lead or ROLES[role].same_tokens

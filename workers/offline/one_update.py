@@ -64,7 +64,8 @@ def _train(engine: TrainEngine, config: TrainConfig, asked: RoleRequest, shape: 
     if config.optimizer is None:
         (engine.forward if config.model.head == "lm" else engine.scores)(batch)
     else:
-        scale = LossScale(shape.sequences * shape.response_tokens, shape.sequences, shape.response_tokens)
+        counts = (shape.sequences * shape.response_tokens, shape.sequences, shape.response_tokens)
+        scale = LossScale(*counts, num_units=shape.sequences // 2, num_chosen_tokens=counts[0] // 2)
         engine.forward_backward(batch, read_loss(asked.loss), scale)
         engine.optim_step()
     return batch.num_tokens
@@ -89,6 +90,9 @@ def _completions(shape: UpdateShape, vocab_size: int) -> Batch:
             "correction_T": np.ones(len(tokens_T), dtype=np.float32),
             "covariant_T": np.zeros(len(tokens_T), dtype=np.float32),
             **dict.fromkeys(("value_T", "return_T"), np.zeros(len(tokens_T), dtype=np.float32)),
+            "unit_B": np.arange(shape.sequences) // 2,
+            "chosen_B": (np.arange(shape.sequences) % 2 == 0).astype(np.uint8),
+            **dict.fromkeys(("kl_B", "margin_B"), np.zeros(shape.sequences, dtype=np.float32)),
         }
     )
 
