@@ -48,6 +48,39 @@ def tokens_of_one_rope(config: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """The shape of a layer that carries a state: a gated delta net, Mamba 2, or a convolution alone (no heads)."""
+
+    heads: int
+    key: int  # width of a head's keys, Mamba's state
+    value: int  # width of a head's values; of a convolution its own
+    keys: int  # width of all keys, before heads share them
+    kernel: int  # tokens that the convolution sees
+    chunk: int = 1  # tokens that are computed at once
+    mamba: bool = False
+    norms: bool = True  # what comes out
+
+    @property
+    def size(self) -> int:
+        """Elements of a recurrent state and of what a convolution still sees."""
+        width = 2 * self.keys + (self.heads or 1) * self.value
+        return self.heads * self.key * self.value + width * self.kernel
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Elements that autograd keeps for each token, in the model's dtype and in fp32, where transformers' torch
+        formulas compute, as measured; kernels keep less. Chunks are filled up."""
+        heads, keys, values, shared = self.heads, self.heads * self.key, self.heads * self.value, self.keys
+        if not heads:
+            return 6 * self.value, 0
+        states = keys * self.value // self.chunk
+        if self.mamba:
+            norm = 4 * values if self.norms else 0
+            return 4 * shared + 5 * values, 3 * heads * self.chunk + 5 * keys + 6 * values + norm + 2 * states
+        return 4 * shared + 5 * values, 5 * heads * (self.chunk + 2) + 8 * keys + 6 * values + states
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """The shape of a decoder. Numbers that the config does not give, and that have no usual default, are 0."""
 
@@ -71,7 +104,7 @@ class ModelFacts:
     composite: bool  # a language model among others
     attention_chunk: int  # tokens of a chunk, beyond which some layers do not see; 0: none
     state_layers: int  # that carry a state from token to token; 0: none
-    state_size: int  # elements that each of them keeps of a sequence
+    state: StateShape  # of each of them
     cached_layers: int  # that keep keys and values
 
 
@@ -117,23 +150,22 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         composite=isinstance(config.get("text_config"), Mapping),
         attention_chunk=number("attention_chunk_size"),
         state_layers=with_state,
-        state_size=_state_size(number) if with_state else 0,
+        state=_state_shape(merged, number),
         cached_layers=layers - sum(kind in STATE_KINDS - {"hybrid"} for kind in kinds),
     )
 
 
-def _state_size(number: Callable[..., int]) -> int:
-    """Return the elements of a recurrent state and of what a convolution still sees."""
+def _state_shape(config: Mapping[str, Any], number: Callable[..., int]) -> StateShape:
     if heads := number("linear_num_value_heads"):
         key, value = number("linear_key_head_dim"), number("linear_value_head_dim")
-        width = 2 * number("linear_num_key_heads") * key + heads * value
-        return heads * key * value + width * number("linear_conv_kernel_dim")
+        return StateShape(heads, key, value, number("linear_num_key_heads") * key, number("linear_conv_kernel_dim"), 64)
     if heads := number("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"):
-        inner = heads * number("mamba_d_head", "mamba_head_dim")
-        state = number("mamba_d_state", "ssm_state_size")
-        width = inner + 2 * state * max(1, number("mamba_n_groups", "n_groups"))
-        return inner * state + width * number("mamba_d_conv", "conv_kernel")
-    return number("hidden_size") * number("conv_L_cache")
+        key, kernel = number("mamba_d_state", "ssm_state_size"), number("mamba_d_conv", "conv_kernel")
+        keys = key * max(1, number("mamba_n_groups", "n_groups"))
+        chunk = number("mamba_chunk_size", "chunk_size") or 256
+        norms = config.get("mamba_rms_norm", True) is not False
+        return StateShape(heads, key, number("mamba_d_head", "mamba_head_dim"), keys, kernel, chunk, True, norms)
+    return StateShape(0, 0, number("hidden_size"), 0, number("conv_L_cache"))
 
 
 def shares_out(heads: int, kv_heads: int, parts: int) -> bool:

@@ -93,19 +93,19 @@ def _stage_parts(work: Pass, stage: int) -> Iterator[Part]:
     begun = [chunk * work.stages + stage for chunk in chunks_under_way(stage, work.stages, work.chunks)]
     again = sum(max(0, min(each, work.recomputed - group * each)) for group in begun)
     layers, first, last = len(begun) * each, stage == 0, stage == work.stages - 1
-    kept = _layer_bytes(work)
+    kept, largest = _layer_bytes(work)
     row = work.tokens * work.facts.hidden_size * work.size // work.rows_cut
     # Embeddings and the last norm; what came from the stage before, and what goes to the next one.
     outside = (3 if last else 0) * row + len(begun) * ((not first) + (not last)) * row
     of_layers = again * row + (layers - again) * kept
     if work.offloaded:
         yield Part("activations, offloaded", of_layers, _LEARN, host=True, of_tokens=True)
-        of_layers = min(of_layers, OFFLOADED_LAYERS * (row if again == layers else kept))
+        of_layers = min(of_layers, OFFLOADED_LAYERS * (row if again == layers else largest))
     # The head runs when all that is kept is there, but for the layer that is recomputed; a layer's backward pass when
     # the layer's own activations are there too. The layers that are recomputed come last on the way back.
     all_again = again == layers
-    yield Part("activations", of_layers + outside + (kept if all_again else 0), _LEARN, of_tokens=True)
-    logits = _head_bytes(work) - (kept if all_again else 0) if last else 0
+    yield Part("activations", of_layers + outside + (largest if all_again else 0), _LEARN, of_tokens=True)
+    logits = _head_bytes(work) - (largest if all_again else 0) if last else 0
     # The gradients under way in a layer, on top of what it kept.
     under_way = 2 * work.mlp_width + 2 * work.facts.hidden_size
     backward = work.tokens * max(under_way * work.size, _scores(work) * _FP32)
@@ -121,8 +121,9 @@ def scoring_parts(work: Pass) -> Iterator[Part]:
     yield Part("forward pass", max(forward, logits), _LEARN, of_tokens=True)
 
 
-def _layer_bytes(work: Pass) -> int:
-    """Count what autograd keeps of a decoder layer: inputs of its linear layers, norms, attention and activation."""
+def _layer_bytes(work: Pass) -> tuple[int, int]:
+    """Count what autograd keeps of a decoder layer, in the mean and of the one that keeps most: inputs of its linear
+    layers, norms, attention or a state, and activation."""
     facts, size = work.facts, work.size
     lean = facts.model_type in _LEAN_NORMS and work.device == "cpu" and work.dtype == "fp32"
     norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size) // work.rows_cut
@@ -137,7 +138,20 @@ def _layer_bytes(work: Pass) -> int:
     attention += work.angles * facts.head_dim * size
     if work.head_norms:  # their outputs are rotated at once
         attention += (query + key) * (size if lean else _FP32 + size)
-    return work.tokens * (norms + attention + (work.mlp_tensors * work.mlp_width + experts // work.rows_cut) * size)
+    every = norms + (work.mlp_tensors * work.mlp_width + experts // work.rows_cut) * size
+    state, both = _state_bytes(work), facts.state_layers + facts.cached_layers > facts.layers
+    mean = (facts.cached_layers * attention + facts.state_layers * state) // facts.layers
+    largest = attention + state if both else max(attention if facts.cached_layers else 0, state)
+    return work.tokens * (every + mean), work.tokens * (every + largest)
+
+
+def _state_bytes(work: Pass) -> int:
+    """Count what a layer with a state keeps for each token: every sequence is filled up to whole chunks."""
+    if not work.facts.state_layers:
+        return 0
+    state, sequence = work.facts.state, min(work.row, work.longest)
+    own, fp32 = state.kept
+    return own * work.size + fp32 * _FP32 * -(-sequence // state.chunk) * state.chunk // sequence
 
 
 def _scores(work: Pass) -> int:

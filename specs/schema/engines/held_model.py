@@ -84,7 +84,7 @@ class Replica:
     @property
     def state_bytes_per_sequence(self) -> int:
         """The states of layers that carry one, in fp32, on each GPU of the replica."""
-        return self.facts.state_layers * self.facts.state_size * FP32_BYTES // self.parallel
+        return self.facts.state_layers * self.facts.state.size * FP32_BYTES // self.parallel
 
     @property
     def awake(self) -> frozenset[Moment]:

@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from stock_model import write_family
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from train_helpers import build_engine, train_config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from backends.ddp.engine import DdpTrainEngine
 from backends.packed import state_layers
 from backends.packed.state_layers import LayerState, PromptPlan, SegmentPlan
 from backends.protocol import Rank
 from specs.errors import ModelError
+from specs.model_facts import model_facts
 
 put = torch.from_numpy
 
@@ -103,3 +107,27 @@ def test_ranks_do_not_share_its_rows(tmp_path: Path) -> None:
 def test_they_are_named_as_built(tmp_path: Path) -> None:
     config = train_config(write_family(tmp_path / "model", "lfm2"))
     assert build_engine(config).built().state_layers == {"Lfm2ShortConv": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2"])
+def test_the_plan_knows_what_a_layer_keeps(family: str, dtype: torch.dtype) -> None:
+    given = FAMILIES[family].config
+    config = CONFIG_MAPPING[given["model_type"]](**{key: given[key] for key in given if key != "model_type"})
+    layer = state_layers.state_layers(AutoModelForCausalLM.from_config(config, dtype=dtype))[0]
+    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    hidden_TE = torch.randn(2 * 256, config.hidden_size, dtype=dtype, requires_grad=True)
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor) if tensor.is_floating_point() else tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        SegmentPlan([256, 256], None, torch.from_numpy).run(0, state_layers._with_state(layer), hidden_TE)
+    measured = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    facts = model_facts(config.to_dict())
+    assert facts is not None
+    of_dtype, fp32 = facts.state.kept
+    entering = facts.hidden_size  # counted with the norm before it
+    planned = 512 * ((of_dtype + entering) * dtype.itemsize + fp32 * 4)
+    assert planned == pytest.approx(measured, rel=0.1)

@@ -19,8 +19,10 @@ WITHIN = 0.2
 LONGEST = 128
 
 
-def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[str, Any]:
-    model = {
+def case(
+    hidden: int, inner: int, layers: int, vocab: int, own: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    model: dict[str, Any] = {
         "model_type": "qwen2",
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -30,6 +32,7 @@ def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[
         "vocab_size": vocab,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
+        **(own or {}),
     }
     rest: dict[str, Any] = {
         "head": "lm",
@@ -44,11 +47,23 @@ def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[
     return {"model": model, **rest, "dtype": "fp32", **more}
 
 
+DELTA_NETS: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 64,
+}
 # Where activations dominate, where logits do, and where a recomputed layer does.
 CASES = {
     "activations": case(256, 704, 4, 2000),
     "logits": case(128, 352, 1, 16000, entropy=True),
     "two layers of four recomputed": case(256, 704, 4, 2000, recompute=2),
+    "layers with a state": case(256, 704, 3, 2000, DELTA_NETS),
+    "layers with a state, recomputed": case(256, 704, 3, 2000, DELTA_NETS, recompute=True),
     "scores of whole sequences, recomputed": case(256, 704, 4, 2000, attention="eager", recompute=True, longest=512),
 }
 
