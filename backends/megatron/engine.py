@@ -61,7 +61,7 @@ class MegatronTrainEngine(HfTrainEngine):
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
-        table = config.engine
+        config, table = self.config, config.engine
         assert isinstance(table, MegatronTable)
         self.table = table
         from backends.megatron.megatron_model import MegatronModel
