@@ -14,7 +14,7 @@ from pathlib import Path
 import crashing
 import psutil
 import pytest
-from running import REPO, environment, metrics, preset, rlctl, steps_done, trajectory, wait_for, workers_of
+from running import REPO, environment, finish, metrics, preset, steps_done, trajectory, wait_for, workers_of
 from some_hosts import REMOTE_SHELL, Hosts, left_in, some_hosts
 
 from rlctl.presets import write_manifest
@@ -95,8 +95,7 @@ def replicas_of(run: Path) -> dict[str, str]:
 def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on one host."""
     folder = tmp_path_factory.mktemp("near")
-    done = rlctl("train", preset("quickstart", folder), "--run-dir", folder / "run", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finish("train", preset("quickstart", folder), "--run-dir", folder / "run", *SMALL)
     return folder / "run"
 
 
