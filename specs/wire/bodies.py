@@ -143,6 +143,7 @@ class DataOpened(Answer):
     eval_rows: dict[str, int]  # by evaluation
     dropped_overlong: int
     dropped_bad: int
+    largest_row: int = 0  # tokens of a row, or a pair, that one micro-batch computes
 
 
 # ── sampling ──────────────────────────────────────────────────────────────────────────────────────

@@ -173,6 +173,7 @@ class RunRows:
             "eval_rows": {self.name: sum(map(len, self.eval.indices))} if self.eval else {},
             "dropped_overlong": sum(table.dropped_overlong for table in tables),
             "dropped_bad": sum(table.dropped_bad for table in tables),
+            "largest_row": max(table.largest for table in tables),
         }
 
 

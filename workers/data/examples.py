@@ -73,6 +73,7 @@ class ExampleTable:
     masks: array[int] = field(default_factory=lambda: array("B"))
     chosen: array[int] = field(default_factory=lambda: array("B"))
     margins: array[float] = field(default_factory=lambda: array("f"))
+    largest: int = 0  # tokens of an example that are computed in one row, with a prompt that is shared once
     truncated: int = 0
     dropped_bad: int = 0
     first_bad: str = ""
@@ -90,6 +91,9 @@ class ExampleTable:
             self.chosen.append(chosen)
             self.margins.append(example.margin)
         self.first.append(len(self.chosen))
+        prompts = [each.tokens[: each.mask.index(1)] for each in example.sequences]
+        shared = len(prompts[0]) if len(prompts) > 1 and prompts[0] == prompts[1] else 0
+        self.largest = max(self.largest, sum(len(each.tokens) - 1 for each in example.sequences) - shared)
 
     def example(self, row: int) -> list[Learned]:
         """Return the sequences of an example."""

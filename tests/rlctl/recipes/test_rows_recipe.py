@@ -12,7 +12,7 @@ import pytest
 from local_run import local_run
 
 from rlctl.recipes.reference import unlike_rows
-from specs.errors import RunDirError
+from specs.errors import DataError, RunDirError
 from specs.wire.batch import Batch
 
 PAIRS = 'train = "builtin:sort-digits-pairs"'
@@ -110,3 +110,10 @@ def test_the_kl_is_estimated_with_the_completions_of_other_rows() -> None:
     unlike = unlike_rows(rows)
     assert [each.tolist() for each in unlike.sequences("tokens_T")] == [[1, 2, 8, 9], [3, 4, 7]]
     assert [each.tolist() for each in unlike.sequences("loss_mask_T")] == [[0, 0, 1, 1], [0, 0, 1]]
+
+
+def test_a_pair_that_fits_no_micro_batch_is_refused_at_the_start(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "dpo")
+    overrides = ("actor.micro_batch_tokens=12", "data.max_tokens=12")
+    with pytest.raises(DataError, match=r"actor\.micro_batch_tokens = 12: the largest row has 1[3-9] tokens"):
+        local_run(spec, tmp_path / "run", *overrides).__enter__()
