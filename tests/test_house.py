@@ -54,7 +54,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_300, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_400, 2_000, ("rlctl/show",)),
-    "run": (2_950, 2_200, ("rlctl/run",)),
+    "run": (3_000, 2_200, ("rlctl/run",)),
     "grading": (1_540, 1_400, ("workers/grading",)),
     "engines, packing, weights": (16_000, 15_000, ("backends",)),
     "four packages": (51_500, 50_000, WINGS),
