@@ -14,10 +14,13 @@ from rlctl.presets import presets, summary, write_preset
 from specs.errors import UsageError
 from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
+from specs.schema.roles import ROLES
 
 NAMES = [
     "dapo-8gpu",
     "distill-cpu",
+    "dpo-8gpu",
+    "dpo-cpu",
     "fake",
     "fsdp2-8gpu",
     "grpo-1gpu",
@@ -32,6 +35,9 @@ NAMES = [
     "ppo-cpu",
     "ppo-rm-8gpu",
     "quickstart",
+    "reward-model-cpu",
+    "sft-8gpu",
+    "sft-cpu",
     "sglang-1gpu",
     "vllm-cpu",
     "zero3-8gpu",
@@ -56,14 +62,14 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         rows.write_text("\n".join(made))
     if spec.cluster is not None:  # and names the hosts
         (tmp_path / spec.cluster.hostfile).write_text(
-            "".join(f"node-{number} slots=8\n" for number in range(spec.actor.nodes))
+            "".join(f"node-{number} slots=8\n" for number in range(spec.lead_section.nodes))
         )
     if name == "distill-cpu":  # the quickstart's export
         write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
-    for section in (spec.rollout, spec.actor):
+    for section in (spec.role(role) for role in spec.roles if ROLES[role].holds_model):
         if section.python and not Path(section.python).exists():
             pytest.skip(f"scripts/setup-engine {section.engine.kind} makes {section.python}")
-    far = bool(spec.actor.devices)
+    far = bool(spec.lead_section.devices)
     errors, warnings = file_problems(spec, tmp_path, elsewhere=far)
     assert errors == []
     assert far or warnings == []

@@ -243,7 +243,7 @@ class ExampleReader:
             raise BadRow(f"column {source.margin_column!r} is no number")
         if margin is not None and not isfinite(margin):
             raise BadRow(f"column {source.margin_column!r} is not finite")
-        if source.prompt_column not in values:
+        if source.prompt_column not in values or _whole_conversations(*(values[column] for column in columns)):
             values = {**values, **self._implicit(values, columns)}
         return Example([self._completed(values, column) for column in columns], (1, 0), float(margin or 0.0))
 
@@ -318,6 +318,14 @@ class ExampleReader:
             raise BadRow("none of its tokens is learned")
         if all(sequence.mask[1:]) and self.data.learn_from not in (None, "all") and len(sequence.mask) > 2:
             raise BadRow(f'all of its tokens are learned, with data.learn_from = "{self.data.learn_from}"')
+
+
+def _whole_conversations(chosen: Any, rejected: Any) -> bool:
+    """Tell whether both are lists of messages that begin with the same one of the user or the system, so that they hold
+    the prompt, whatever another column says."""
+    lists = [each for each in (chosen, rejected) if isinstance(each, list) and each]
+    begin = [each[0] for each in lists if isinstance(each[0], dict)]
+    return len(begin) == 2 and begin[0] == begin[1] and begin[0].get("role") != ASSISTANT
 
 
 def _text(values: Mapping[str, Any], column: str) -> str:
