@@ -75,7 +75,8 @@ def held_out(resolved: Mapping[str, Any]) -> int:
     """Return how many rows of `data.train` a spec evaluates on, and so does not train on."""
     section = value_at(resolved, "eval") or {}
     sets = value_at(section, "sets") or [section]
-    rows = [value_at(one, "prompts") or value_at(section, "prompts") for one in sets if not value_at(one, "data")]
+    counts = [[value_at(table, key) for table in (one, section) for key in ("prompts", "rows")] for one in sets]
+    rows = [next(filter(None, found), 0) for one, found in zip(sets, counts, strict=True) if not value_at(one, "data")]
     return max((count for count in rows if isinstance(count, int)), default=0)
 
 

@@ -1,0 +1,51 @@
+"""Rules of recipes that learn from rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specs.errors import SpecError
+from specs.load.load import spec_from
+
+RUN = {"run": {"recipe": "preference", "name": "x", "steps": 2}, "model": {"path": "builtin:tiny-digits"}}
+DATA = {"train": "pairs.jsonl", "rows_per_step": 4, "max_tokens": 32}
+DPO = {"kind": "dpo"}
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ({}, {}),
+        ({"ref": {"model": "other"}}, {}),
+        ({"data": {"rows_per_step": 4, "max_tokens": 32}}, {"data.train": "missing"}),
+        ({"data": {**DATA, "sets": [{"path": "a.jsonl"}]}}, {"data.train": "has no effect"}),
+        ({"data": {**DATA, "split": "x"}}, {"data.split": "is not a hub data set"}),
+        ({"data": {**DATA, "system": "x", "chat": "never"}}, {"data.system": "has no effect"}),
+        ({"eval": {"every": 1, "split": "x"}}, {"eval.split": "is not a hub data set"}),
+        ({"actor": {"processes": 8, "launcher": "torchrun"}}, {"actor.processes": "data.rows_per_step = 4 leaves"}),
+        ({"actor": {"micro_batch_tokens": 16}}, {"actor.micro_batch_tokens": "data.max_tokens = 32"}),
+        ({"objective": {**DPO, "weight": 2.0}}, {"objective.weight": "it weighs the terms of a mixture"}),
+        ({"objective": {"kind": "orpo", "precompute_ref": True}}, {"objective.precompute_ref": "no reference"}),
+        ({"objective": {"kind": "kto", "precompute_ref": True}}, {"objective.precompute_ref": "in every step"}),
+        ({"objective": {"kind": "simpo"}, "ref": {}}, {"ref": "has no effect"}),
+        ({"objective": {**DPO, "precompute_ref": True}, "ref": {}}, {"ref": "the actor itself is the reference"}),
+        (
+            {"objective": {"mixture": [{**DPO, "precompute_ref": True}, {"kind": "nll"}]}},
+            {"objective.mixture.0.precompute_ref": "is that of all terms"},
+        ),
+        ({"objective": {"kind": "bpo"}}, {"objective.kind": "unknown kind; known: dpo"}),
+        ({"algorithm": {"kind": "grpo"}}, {"algorithm": "unknown key: this recipe does not have it"}),
+    ],
+)
+def test_a_spec_of_preferences(more: dict[str, Any], wanted: dict[str, str]) -> None:
+    raw = {"schema": 1, **RUN, "data": DATA, "objective": DPO, **more}
+    try:
+        spec_from(raw)
+        found = {}
+    except SpecError as error:
+        found = {problem.key: str(problem) for problem in error.problems}
+    assert found.keys() == wanted.keys(), found
+    for key, text in wanted.items():
+        assert text in found[key]

@@ -1,0 +1,114 @@
+"""Which text of a conversation learns, by templates written as popular families write theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specs.schema.rows import LearnFrom
+from workers.chat_renderer import ChatRenderer
+from workers.data.conversations import BadRow, LearnedText, checked_messages, chosen_messages, learned_text, mask_of
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "<|begin|>{% if tools %}<|tools|>{{ tools | tojson }}<|eot|>{% endif %}{% for m in messages %}"
+    "<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
+)
+GENERATION = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|a|>{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}<|u|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>{% endif %}"
+)
+# Thinking is written for the last answer alone.
+DROPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ENDS = ("<|im_end|>", "<|eot|>", "<|end|>")
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "2", "train": True},
+]
+
+
+def learned(template: str, learn_from: LearnFrom, messages: Any = TALK, **more: Any) -> list[str]:
+    chosen = None if learn_from == "all" else chosen_messages(messages, learn_from)
+    with ChatRenderer(template, {}, library=False) as chats:
+        found = learned_text(messages, chosen, chats, lambda text: text.endswith(ENDS), **more)
+    return [found.text[start:end] for start, end in found.spans]
+
+
+@pytest.mark.parametrize("template", [CHATML, HEADERS, GENERATION])
+def test_answers_learn_with_the_end_of_their_turn(template: str) -> None:
+    end = next(end for end in ENDS if end in template)
+    assert learned(template, "assistant") == [f"1{end}", f"2{end}"]
+    assert learned(template, "last_assistant") == learned(template, "flagged") == [f"2{end}"]
+    with ChatRenderer(template, {}, library=False) as chats:
+        assert learned(template, "all") == [chats.render(TALK, begins_answer=False)]
+
+
+@pytest.mark.parametrize("template", [CHATML, HEADERS, GENERATION])
+def test_spans_are_where_marked_answers_stand(template: str) -> None:
+    """Contents of equal length in the place of the answers change the whole text within the spans alone."""
+    marked = [{**m, "content": "\x07" * len(m["content"])} if m["role"] == "assistant" else m for m in TALK]
+    with ChatRenderer(template, {}, library=False) as chats:
+        found = learned_text(TALK, [2, 4], chats, lambda text: text.endswith(ENDS))
+        other = chats.render(marked, begins_answer=False)
+    at = {place for place, (one, two) in enumerate(zip(found.text, other, strict=True)) if one != two}
+    spans = {place for start, end in found.spans for place in range(start, end)}
+    assert at < spans
+    assert len(spans - at) == 2 * len(next(end for end in ENDS if end in template)), "the ends of the turns"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() -> None:
+    with pytest.raises(
+        BadRow, match="message 2: the chat template writes the conversation before it, or it, otherwise"
+    ):
+        learned(DROPS_THINKING, "assistant")
+    assert learned(DROPS_THINKING, "last_assistant") == ["<think>\n\n</think>\n2<|im_end|>"]
+
+
+def test_tools_reach_the_template() -> None:
+    with ChatRenderer(HEADERS, {}, library=False) as chats:
+        found = learned_text(TALK, [4], chats, lambda text: text.endswith(ENDS), [{"name": "add"}])
+    assert '<|tools|>[{"name": "add"}]<|eot|>' in found.text
+    assert [found.text[start:end] for start, end in found.spans] == ["2<|eot|>"]
+
+
+def test_a_token_across_the_end_of_what_is_learned_is_refused() -> None:
+    text = LearnedText("ab cd", [(3, 5)])
+    assert mask_of([(0, 2), (2, 3), (3, 4), (4, 5)], text) == [0, 0, 1, 1]
+    assert mask_of([(0, 3), (3, 3), (3, 5)], text) == [0, 1, 1]
+    for across in ([(0, 2), (2, 4), (4, 5)], [(0, 5)]):
+        with pytest.raises(BadRow, match="a token lies across the end of what is learned"):
+            mask_of(across, text)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("hi", "must be a list of messages"),
+        ([], "must be a list of messages"),
+        ([{"content": "x"}], "message 0: no message with role and content"),
+        ([{"role": "user", "content": None}], "message 0: no content and no tool calls"),
+        ([{"role": "user", "content": "x", "train": 1}], "train must be true or false"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(value: Any, why: str) -> None:
+    with pytest.raises(BadRow, match=why):
+        checked_messages(value, "messages")
+
+
+def test_nothing_to_learn_is_refused() -> None:
+    with pytest.raises(BadRow, match="no message of the assistant"):
+        chosen_messages(TALK[:2], "assistant")
+    with pytest.raises(BadRow, match="no message has train = true"):
+        chosen_messages(TALK[:3], "flagged")

@@ -1,0 +1,162 @@
+"""Rows of every shape as tokens and masks, and the bad ones among them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_conversations import CHATML, TALK
+
+from backends.hf.tokenizer import load_codec
+from rlctl.models.paths import BUILTIN_FOLDER
+from specs.errors import DataError
+from specs.schema.objectives import Unit
+from specs.schema.rows import RowsEval, RowsSection
+from specs.wire.role_config import DataConfig, RowsConfig
+from workers.chat_renderer import ChatRenderer
+from workers.data.conversations import BadRow
+from workers.data.data_set import RunRows, open_rows
+from workers.data.examples import ExampleReader, pieces
+from workers.data.row_source import DataRow
+
+MODEL = BUILTIN_FOLDER / "tiny-bytes"
+CODEC = load_codec(str(MODEL))
+ASKED, ANSWERED = TALK[:2], TALK[2:3]
+
+
+def texts(values: dict[str, Any], unit: Unit = "token", template: str = CHATML, **data: Any) -> list[list[str]]:
+    """What is seen and what is learned by turns, of each sequence."""
+    section = RowsSection(train="x.jsonl", rows_per_step=1, max_tokens=500, **data)
+    with ChatRenderer(template, {}, library=False) if template else nullcontext() as chats:
+        config = RowsConfig(rows=section, eval=None, unit=unit)
+        example = ExampleReader(section.sources[0], config, CODEC, chats).example(DataRow("x.jsonl:1", values))
+    return [[text for text, _ in pieces(sequence, CODEC)] for sequence in example.sequences]
+
+
+HEAD = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "data", "wanted"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, {}, ["1+1=", "2<eos>"]),
+        ({"prompt": "1+1=", "completion": "2<eos>"}, {}, ["1+1=", "2<eos>"]),
+        ({"prompt": "q", "completion": "a"}, {"learn_from": "all"}, ["q", "a<eos>"]),
+        ({"text": "hello"}, {}, ["h", "ello<eos>"]),
+        ({"messages": TALK[:3]}, {}, [HEAD, "1<|im_end|>\n"]),
+        ({"prompt": ASKED, "completion": "1"}, {}, [HEAD, "1<|im_end|>\n"]),
+        ({"prompt": ASKED, "completion": ANSWERED}, {}, [HEAD, "1<|im_end|>\n"]),
+        ({"prompt": "one?", "completion": "1"}, {"system": "be brief"}, [HEAD, "1<|im_end|>\n"]),
+        ({"q": "1+1=", "a": "2"}, {"prompt_column": "q", "completion_column": "a"}, ["1+1=", "2<eos>"]),
+    ],
+)
+def test_what_a_row_holds_is_told_by_its_columns(values: Any, data: Any, wanted: list[str]) -> None:
+    assert texts(values, **data) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("values", "seen"),
+    [
+        ({"prompt": "q ", "chosen": "a", "rejected": "b"}, "q "),
+        ({"chosen": "what is it? a", "rejected": "what is it? b"}, "what is it? "),
+    ],
+)
+def test_pairs_of_text(values: Any, seen: str) -> None:
+    assert texts(values, "pair") == [[seen, "a<eos>"], [seen, "b<eos>"]]
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": "one?"}])
+def test_pairs_of_whole_conversations(more: dict[str, str]) -> None:
+    other = [{"role": "assistant", "content": "I"}]
+    found = texts({**more, "chosen": [*ASKED, *ANSWERED], "rejected": [*ASKED, *other]}, "pair")
+    assert found == [[HEAD, "1<|im_end|>\n"], [HEAD, "I<|im_end|>\n"]]
+
+
+@pytest.mark.parametrize(
+    ("unit", "values", "data", "why"),
+    [
+        ("token", {"answer": "x"}, {}, "no column 'messages', 'completion' or 'text'; the row has 'answer'"),
+        ("token", {"prompt": "q", "completion": ""}, {}, "column 'completion' is empty"),
+        ("token", {"prompt": "q", "completion": "\ud800"}, {}, "half of a surrogate pair"),
+        ("token", {"prompt": "q", "completion": "a"}, {"learn_from": "assistant"}, "is about messages"),
+        ("token", {"text": "q"}, {"learn_from": "completion"}, "is not about rows of one text"),
+        ("token", {"messages": TALK}, {"learn_from": "completion"}, "the row is one conversation"),
+        ("token", {"messages": TALK}, {"template": ""}, "the tokenizer has no chat template"),
+        ("token", {"messages": TALK}, {"chat": "never"}, 'data.chat = "never"'),
+        ("token", {"messages": TALK[:2]}, {}, "no message of the assistant"),
+        ("pair", {"prompt": "q", "chosen": "a", "rejected": "a"}, {}, "are equal"),
+        ("pair", {"prompt": "q", "chosen": "a"}, {}, "column 'rejected' is empty or missing"),
+        ("pair", {"chosen": "a", "rejected": "b"}, {}, "no common beginning as a prompt"),
+        ("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "2"}, {}, "'margin' is no number"),
+        ("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("nan")}, {}, "is not finite"),
+        ("sequence", {"prompt": "q", "completion": "a", "label": 1}, {}, "column 'label' must be true or false"),
+    ],
+)
+def test_a_bad_row_is_named(unit: Unit, values: Any, data: Any, why: str) -> None:
+    with pytest.raises(BadRow, match=why):
+        texts(values, unit, **data)
+
+
+# ── the data of a run ─────────────────────────────────────────────────────────────────────────────
+
+
+def opened(folder: Path, rows: int = 20, unit: Unit = "token", eval_rows: int = 0, **data: Any) -> RunRows:
+    for name in ("a", "b"):
+        made = [{"prompt": f"{name}{n}", "completion": f"{n}", "label": n % 2 == 0} for n in range(rows)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    section = RowsSection.model_validate({"train": "a.jsonl", "rows_per_step": 4, "max_tokens": 50, **data})
+    held = RowsEval(every=1, rows=eval_rows) if eval_rows else None
+    config = RowsConfig(rows=section, eval=held, unit=unit)
+    about = {"model_path": str(MODEL), "trust_remote_code": False, "spec_dir": str(folder), "seed": 3}
+    return open_rows(DataConfig(rows=config, **about), CODEC)
+
+
+def drawn(rows: RunRows, position: int, count: int, what: str = "train") -> list[int]:
+    columns, state = rows.stream(what).draw(position, count)
+    assert state["position"] == position + len(set(columns["unit_B"].tolist()))
+    return columns["row_B"].tolist()
+
+
+def test_each_row_is_drawn_once_in_an_epoch_and_anew_after_any_position(tmp_path: Path) -> None:
+    rows = opened(tmp_path, eval_rows=4)
+    first = drawn(rows, 0, 16)
+    assert sorted(first) == [*range(16)] != first
+    assert drawn(rows, 0, 40)[16:] == drawn(opened(tmp_path, eval_rows=4), 16, 24), "as after a resume"
+    assert drawn(rows, 0, 16) != drawn(rows, 16, 16), "another order"
+    assert drawn(rows, 0, 9, "eval") == [16, 17, 18, 19]
+    assert drawn(rows, 0, 99, "all") == [*range(16)]
+
+
+def test_sources_are_mixed_by_weight_at_every_position(tmp_path: Path) -> None:
+    sets = ({"path": "a.jsonl", "weight": 3.0}, {"path": "b.jsonl"})
+    rows = opened(tmp_path, train="", sets=sets)
+    found = np.array(drawn(rows, 0, 80)) >= 20
+    for end in (4, 8, 40, 80):
+        assert found[:end].sum() == end // 4
+    assert sorted(set(drawn(rows, 0, 80))) == [*range(40)]
+    assert drawn(rows, 0, 80)[30:50] == drawn(opened(tmp_path, train="", sets=sets), 30, 20)
+
+
+@pytest.mark.parametrize(
+    ("rows", "unit", "data", "why"),
+    [
+        (20, "token", {"max_tokens": 4, "overlong": "refuse"}, r"a\.jsonl:11: the row has 6 tokens, more than"),
+        (20, "token", {"max_tokens": 2}, "no row is left .20 are longer than data.max_tokens = 2"),
+        (1, "sequence", {}, "every row is labelled true"),
+        (20, "pair", {}, r"a\.jsonl:1: column 'chosen' is empty or missing"),
+        (20, "pair", {"bad_rows": "drop"}, "no row is left .20 are bad, the first: "),
+    ],
+)
+def test_rows_that_cannot_be_learned_end_the_start(rows: int, unit: Unit, data: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=why):
+        opened(tmp_path, rows, unit, **data)
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    assert opened(tmp_path, max_tokens=5).report()["dropped_overlong"] == 10
+    cut = opened(tmp_path, max_tokens=5, overlong="truncate")
+    assert (cut.report()["rows"], cut.train.tables[0].truncated) == (20, 10)
