@@ -232,15 +232,17 @@ def _way(spec: RlSpec, sync: dict[str, Any]) -> str:
     return way
 
 
-STYLES = {"learned": "bold green", "seen": "default", "special": "dim magenta"}
+STYLES = {"learned": "bold green", "seen": "default", "special": "dim magenta", "learned special": "bold magenta"}
 
 
 def _example(example: Sequence[Pieces]) -> Iterator[Text]:
     """Show the first row as the model sees it, and which of its tokens learn."""
     names = ("chosen", "rejected") if len(example) > 1 else ("row",)
-    lines = [Text.assemble("first row, with what is ", ("⟦learned⟧", STYLES["learned"]), " in brackets")]
+    ends = all(any(kind == "learned special" for _, kind in pieces) for pieces in example)
+    end = f"; the end of the turn is {'' if ends else 'not '}learned"
+    lines = [Text.assemble("first row, with what is ", ("⟦learned⟧", STYLES["learned"]), f" in brackets{end}")]
     for name, pieces in zip(names, example, strict=True):
-        shown = (f"⟦{part}⟧" if kind == "learned" else part for part, kind in pieces)
+        shown = (f"⟦{part}⟧" if kind.startswith("learned") else part for part, kind in pieces)
         styles = (STYLES[kind] for _, kind in pieces)
         lines.append(Text.assemble(f"{name:9}", *zip(map(visible, shown), styles, strict=True)))
     yield Text("\n").join(lines)

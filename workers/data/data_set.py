@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ class RowStream:
     shuffle: bool = False
     endless: bool = True
     _drawn: list[tuple[int, int]] = field(default_factory=list)  # source and how many of it came before, by draw
+    _counts: list[int] = field(default_factory=list)  # draws of each source among these
     _orders: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict)
 
     def draw(self, position: int, count: int) -> tuple[dict[str, Column], dict[str, Any]]:
@@ -121,17 +122,17 @@ class RowStream:
             columns = self.tables[source].columns([self._row(source, nth)], [draw], self.first_rows[source])
             for name, column in columns.items():
                 found[name].append(column)
-        epochs = [
-            sum(one == source for one, _ in self._drawn[:end]) / len(rows) for source, rows in enumerate(self.indices)
-        ]
+        behind = self._drawn[end:]  # scheduled, and not drawn yet
+        counts = [count - sum(one == source for one, _ in behind) for source, count in enumerate(self._counts)]
+        epochs = [count / len(rows) for count, rows in zip(counts, self.indices, strict=False) if len(rows)]
         empty = self.tables[0].columns([], [], 0)
         joined = {name: np.concatenate(pieces) if pieces else empty[name] for name, pieces in found.items()}
-        return joined, {"position": max(position, end), "epoch": max(epochs)}
+        return joined, {"position": max(position, end), "epoch": max(epochs, default=0.0)}
 
     def _schedule(self, end: int) -> None:
-        """Say which source each draw up to `end` is of."""
+        """Say which source each draw up to `end` is of: the one that lags most behind its share."""
         total = sum(self.weights)
-        counts = [sum(one == source for one, _ in self._drawn) for source in range(len(self.tables))]
+        counts = self._counts = self._counts or [0] * len(self.tables)
         while len(self._drawn) < end:
             due = [
                 (len(self._drawn) + 1) * weight / total - count
@@ -160,10 +161,21 @@ class RunRows:
     eval: RowStream | None
     name: str = ""  # of the evaluation
 
-    def stream(self, what: str) -> RowStream:
-        if what == "eval":
-            return self.eval or replace(self.train, indices=[one[:0] for one in self.train.indices], endless=False)
-        return self.train if what == "train" else replace(self.train, shuffle=False, endless=False, _drawn=[])
+    def draw(self, what: str, position: int, count: int) -> tuple[dict[str, Column], dict[str, Any]]:
+        """Return ROW_COLUMNS of some draws, and the cursor after them. Of "all" each row that is trained on is drawn
+        once, source after source."""
+        if what == "train":
+            return self.train.draw(position, count)
+        if what == "eval" and self.eval is not None:
+            return self.eval.draw(position, count)
+        rows = [] if what == "eval" else list(enumerate(self.train.indices))
+        places = [(source, row) for source, indices in rows for row in indices.tolist()][position : position + count]
+        columns = [
+            self.train.tables[source].columns([row], [position + at], self.train.first_rows[source])
+            for at, (source, row) in enumerate(places)
+        ] or [self.train.tables[0].columns([], [], 0)]
+        joined = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
+        return joined, {"position": position + len(places), "epoch": 0.0}
 
     def report(self) -> dict[str, Any]:
         """Return counts of read and skipped rows, for the user."""

@@ -342,11 +342,10 @@ def _text(values: Mapping[str, Any], column: str) -> str:
 
 
 def pieces(sequence: Learned, codec: RowCodec) -> list[tuple[str, str]]:
-    """Return a sequence as text in pieces, each learned, seen or special."""
-    kinds = [
-        "learned" if learned else "special" if token in codec.special_ids else "seen"
-        for token, learned in zip(sequence.tokens, sequence.mask, strict=True)
-    ]
+    """Return a sequence as text in pieces: "seen", "learned", "special" or, as the end of a turn, "learned special"."""
+    names = {(0, False): "seen", (1, False): "learned", (0, True): "special", (1, True): "learned special"}
+    marked = zip(sequence.mask, (token in codec.special_ids for token in sequence.tokens), strict=True)
+    kinds = [names[each] for each in marked]
     starts = [at for at, kind in enumerate(kinds) if at == 0 or kind != kinds[at - 1]]
     runs = [(sequence.tokens[a:b], kinds[a]) for a, b in pairwise([*starts, len(kinds)])]
     texts = codec.decode([tokens for tokens, _ in runs], special_tokens=True)

@@ -16,7 +16,7 @@ from workers.data.examples import ExampleReader, RowCodec, build_examples, piece
 from workers.data.row_source import read_rows
 
 _ROWS = 256
-Pieces = list[tuple[str, str]]  # a sequence as text, each piece learned, seen or special
+Pieces = list[tuple[str, str]]  # a sequence as text, and of each piece its kind (`pieces`)
 
 
 def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> Iterator[Finding]:

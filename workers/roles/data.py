@@ -44,7 +44,7 @@ class Data:
     def rows(self, call: Request[bodies.DrawRows], emit: Emit) -> Reply:
         """The rows at a position of the cursor, which the body holds as it is after them."""
         assert self._rows is not None, "open_data comes first"
-        columns, state = self._rows.stream(call.body.what).draw(call.body.position, call.body.count)
+        columns, state = self._rows.draw(call.body.what, call.body.position, call.body.count)
         return state, columns
 
     def prompts(self, call: Request[bodies.Prompts], emit: Emit) -> Reply:

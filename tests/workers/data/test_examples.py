@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ def texts(values: dict[str, Any], unit: Unit = "token", template: str = CHATML, 
     with ChatRenderer(template, {}, library=False) if template else nullcontext() as chats:
         config = RowsConfig(rows=section, eval=None, unit=unit)
         example = ExampleReader(section.sources[0], config, CODEC, chats).example(DataRow("x.jsonl:1", values))
-    return [[text for text, _ in pieces(sequence, CODEC)] for sequence in example.sequences]
+    found = []
+    for sequence in example.sequences:
+        runs = groupby(pieces(sequence, CODEC), lambda piece: piece[1].startswith("learned"))
+        found.append(["".join(text for text, _ in run) for _, run in runs])
+    return found
 
 
 HEAD = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
@@ -116,7 +121,7 @@ def opened(folder: Path, rows: int = 20, unit: Unit = "token", eval_rows: int = 
 
 
 def drawn(rows: RunRows, position: int, count: int, what: str = "train") -> list[int]:
-    columns, state = rows.stream(what).draw(position, count)
+    columns, state = rows.draw(what, position, count)
     assert state["position"] == position + len(set(columns["unit_B"].tolist()))
     return columns["row_B"].tolist()
 
@@ -137,7 +142,7 @@ def test_sources_are_mixed_by_weight_at_every_position(tmp_path: Path) -> None:
     found = np.array(drawn(rows, 0, 80)) >= 20
     for end in (4, 8, 40, 80):
         assert found[:end].sum() == end // 4
-    assert sorted(set(drawn(rows, 0, 80))) == [*range(40)]
+    assert sorted(set(drawn(rows, 0, 80))) == drawn(rows, 0, 99, "all") == [*range(40)]
     assert drawn(rows, 0, 80)[30:50] == drawn(opened(tmp_path, train="", sets=sets), 30, 20)
 
 
