@@ -66,7 +66,7 @@ class RowsRecipe(Driver):
         self.clock.start()
         with self.phase("train", step):
             rows = self.draw(step)
-            batch = self.with_reference(rows, step)
+            batch = self.with_kl(self.with_reference(rows, step), step)
             updates: Updates = {role: [ranks] for role, ranks in self.learn(batch, step).items()}
         self.window.close()
         return StepRecord(self.collect(step, batch, updates), [])
@@ -84,11 +84,16 @@ class RowsRecipe(Driver):
         return self.data.post(Verb.ROWS, request, step=step)
 
     def with_reference(self, rows: Batch, step: int) -> Batch:
-        """Return rows with the log-probs of the reference, and the KL from it where the objective reads that."""
+        """Return rows with the log-probs of the reference, where the objective compares with one."""
         if self.reference is None:
             return rows
-        batch = rows.with_columns(ref_logprob_T=self.reference.logprobs(self, rows, step))
-        return batch.with_columns(kl_B=self.reference.kl(self, rows, step)) if self.spec.objective.needs_kl else batch
+        return rows.with_columns(ref_logprob_T=self.reference.logprobs(self, rows, step))
+
+    def with_kl(self, rows: Batch, step: int) -> Batch:
+        """Return rows with the KL that the actor now has from the reference, where the objective reads that."""
+        if self.reference is None or not self.spec.objective.needs_kl:
+            return rows
+        return rows.with_columns(kl_B=self.reference.kl(self, rows, step))
 
     def learn(self, batch: Batch, step: int) -> dict[RoleName, list[step_metrics.RankReport]]:
         """Take the optimizer step on these rows."""
@@ -135,7 +140,7 @@ class RowsRecipe(Driver):
             if self.held_out is None:
                 request = bodies.DrawRows(what="eval", position=0, count=evaluation.rows)
                 self.held_out = self.with_reference(self.data.call(Verb.ROWS, request, step=step)[0].batch, step)
-            sums = self.measure(self.held_out, step)
+            sums = self.measure(self.with_kl(self.held_out, step), step)
         found = step_metrics.of_loss(self.spec.objective, sums)
         shown = {name.partition("/")[2]: value for name, value in found.items()}
         if self.spec.objective.unit == "token":
