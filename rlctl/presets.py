@@ -62,8 +62,9 @@ def refuse_existing(target: Path) -> None:
 
 
 def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> Path:
-    """Write the SLURM batch script that trains `spec` beside it, with hosts for its actor and its rollout; returns the
-    path. Replicas on hosts of their own have those that the actor leaves; else they are on each of the actor's.
+    """Write the SLURM batch script that trains `spec` beside it, with hosts for what learns and for the rollout,
+    where it has one; returns the path. Replicas on hosts of their own have those that the actor leaves; else they are
+    on each of the actor's.
     `elsewhere`: for other machines, where rlctl's environment is `.venv` beside the spec, if it is not on PATH.
 
     Raises UsageError when a file is in the way, SpecError when the spec cannot be read.
@@ -85,6 +86,7 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     text = template.render(
         **{
             "apart": apart,
+            "lead": run.lead,
             "nodes": actor.nodes,
             "far_nodes": rollout.nodes if rollout else 0,
             "each": each,

@@ -114,11 +114,12 @@ Keys = Mapping[str, FieldInfo]
 
 
 def keys_of(table: type[Table]) -> Keys:
-    """Return the keys that are described with this table, by name: those that no shared table has as they are."""
+    """Return the keys that are described with this table, by name, its own first: those that no shared table has as
+    they are."""
     shared = {name: field for base in SHARED if base in table.__mro__[1:] for name, field in base.model_fields.items()}
     return {
         name: field
-        for name, field in table.model_fields.items()
+        for name, field in sorted(table.model_fields.items(), key=lambda item: item[0] not in table.__annotations__)
         if name != "kind" and (name not in shared or repr(shared[name]) != repr(field))
     }
 
@@ -280,7 +281,9 @@ Generated from where metrics are made by `scripts/make_docs.py`; do not edit.
 [report](watching.md#the-report) draws them. Parts in angle brackets vary:
 `reward/term_<i>` is entry `i` of `reward.terms`, from 0 on;
 `<role>` is a role of the run; `<set>` is the name of an evaluation. A number that is not finite is written as `null`.
-What says nothing of when it is there is in the line of every step.
+What says nothing of when it is there is in the line of every step of `rl`. Recipes that learn from rows have of these
+`data/epoch`, `data/tokens`, `data/learned_tokens`, those of what learns, `time/`, `mem/` and `perf/`; their evaluations
+have those of the objective under `eval/<set>/`, such as `eval/heldout/loss`, and with `sft` `eval/<set>/perplexity`.
 """
 
 
