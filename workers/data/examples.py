@@ -7,13 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specs.errors import DataError
 from specs.schema.rows import LearnFrom, RowSet
-from specs.wire.batch import Column
 from specs.wire.role_config import RowsConfig
 from workers.chat_renderer import ChatRenderer
 from workers.data.conversations import (
@@ -27,6 +24,9 @@ from workers.data.conversations import (
 )
 from workers.data.row_source import DataRow
 from workers.joined_text import ended, joined, without_padding
+
+if TYPE_CHECKING:  # a check of the first rows needs no arrays
+    from specs.wire.batch import Column
 
 
 class RowCodec(Protocol):
@@ -103,6 +103,8 @@ class ExampleTable:
     def columns(self, rows: Sequence[int], draws: Sequence[int], first_row: int) -> dict[str, Column]:
         """Return ROW_COLUMNS with `length_B` of some examples. `draws`: the number of each; `first_row`: what the
         table's first row is called."""
+        import numpy as np
+
         spans = [(self.first[row], self.first[row + 1]) for row in rows]
         members = [sequence for begin, end in spans for sequence in range(begin, end)]
         sizes = [end - begin for begin, end in spans]
@@ -110,18 +112,14 @@ class ExampleTable:
         tokens, masks = np.frombuffer(self.tokens, np.int64), np.frombuffer(self.masks, np.uint8)
         chosen, margins = np.frombuffer(self.chosen, np.uint8), np.frombuffer(self.margins, np.float32)
         return {
-            "tokens_T": _joined([tokens[begin:end] for begin, end in pieces], np.int64),
-            "loss_mask_T": _joined([masks[begin:end] for begin, end in pieces], np.uint8),
+            "tokens_T": np.concatenate([tokens[:0], *(tokens[begin:end] for begin, end in pieces)]),
+            "loss_mask_T": np.concatenate([masks[:0], *(masks[begin:end] for begin, end in pieces)]),
             "length_B": np.array([end - begin for begin, end in pieces], dtype=np.int64),
             "unit_B": np.repeat(np.array(draws, dtype=np.int64), sizes),
             "chosen_B": chosen[members],
             "row_B": np.repeat(np.array(rows, dtype=np.int64) + first_row, sizes),
             "margin_B": margins[members],
         }
-
-
-def _joined(pieces: Sequence[Column], dtype: Any) -> Column:
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
 
 
 def build_examples(rows: Iterable[DataRow], reader: ExampleReader) -> ExampleTable:
