@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 
 class TextTokens(Protocol):
     """The part of a tokenizer that plain text needs."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def end_id(self) -> int | None: ...
 
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
     def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]: ...
+
+    def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]: ...
 
 
 def joined(codec: TextTokens, prompts: Sequence[str], completions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each prompt and of its completion, which no token of both spans; the end of sequence follows
     the completion once."""
-    before, after = codec.encode(prompts, rendered=False), codec.encode(completions, rendered=True)
+    before, anchor = begun(codec, prompts), _anchor(codec)
+    skipped = len(codec.encode([anchor], rendered=True)[0]) if anchor else 0
+    after = [ids[skipped:] for ids in codec.encode([anchor + text for text in completions], rendered=True)]
     return [(prompt, ended(codec, completion)) for prompt, completion in zip(before, after, strict=True)]
+
+
+@lru_cache(4)
+def _anchor(codec: TextTokens) -> str:
+    """Return what completions are tokenised behind: a line's end where the tokenizer puts a blank before every text,
+    which would then stand between prompt and completion (Llama 2); else nothing."""
+    letter = codec.encode(["a"], rendered=True)[0]
+    return "\n" if " " in codec.decode([[*letter, *letter]])[0] else ""
+
+
+def begun(codec: TextTokens, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of texts with what the tokenizer puts before them, once: some texts hold it already."""
+    encoded = codec.encode(texts, rendered=False)
+    return [ids[1:] if len(ids) > 1 and ids[0] == ids[1] and ids[0] in codec.special_ids else ids for ids in encoded]
 
 
 def ended(codec: TextTokens, tokens: list[int]) -> list[int]:

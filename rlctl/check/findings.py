@@ -19,7 +19,7 @@ from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.spec import Spec
-from workers.data.first_rows import Pieces
+from workers.data.first_rows import FirstRows
 
 if TYPE_CHECKING:
     from rlctl.check.meta_build import ProbeFindings
@@ -37,7 +37,7 @@ class Findings:
     plan: Plan | None = None
     probe: ProbeFindings | None = None
     calls: Sequence[RewardCall] = ()  # of reward functions
-    example: Sequence[Pieces] = ()  # the first row, as it is learned
+    rows: FirstRows = field(default_factory=FirstRows)  # that are learned from
     elsewhere: bool = False  # the run is for another machine than this
 
     @property
@@ -71,7 +71,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes, elsewhere=elsewhere)
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
     warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tight]
-    example = first_row(spec, spec_dir) if isinstance(spec, RowsSpec) and not problems else []
+    rows = first_row(spec, spec_dir) if isinstance(spec, RowsSpec) and not problems else FirstRows()
     if spec.run.place.exists():
         from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
 
@@ -82,7 +82,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     except SpecError as error:
         problems += [problem for problem in error.problems if problem not in problems]
     found = Findings([*problems, *too_large], warnings, notes, spec, plan, elsewhere=elsewhere)
-    return replace(found, calls=called.calls, example=example)
+    return replace(found, calls=called.calls, rows=rows)
 
 
 def notes_of(problems: Iterable[Problem], notes: list[str]) -> tuple[list[Problem], list[str]]:

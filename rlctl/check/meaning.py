@@ -36,7 +36,7 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "roles": {},
         "probe": probe.level if probe else None,
         **{"placement": {}, "hosts": [], "batch": {}, "reference": {}},
-        "example": [[{"text": text, "kind": kind} for text, kind in sequence] for sequence in findings.example],
+        "example": [[{"text": text, "kind": kind} for text, kind in sequence] for sequence in findings.rows.example],
         "reward_functions": [asdict(call) for call in findings.calls],
         "sync": {},
     }

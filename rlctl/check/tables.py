@@ -77,8 +77,9 @@ def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator
             yield f"{head}: {', '.join(role['not_known'])}; its table may say it ({page('engines.md')})"
     yield _arithmetic(spec, meaning)
     yield from map(_call_table, findings.calls)
-    if findings.example:
-        yield from _example(findings.example)
+    if findings.rows.example:
+        yield findings.rows.summary
+        yield from _example(findings.rows.example)
     if findings.probe:
         from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
 
@@ -240,7 +241,8 @@ def _example(example: Sequence[Pieces]) -> Iterator[Text]:
     names = ("chosen", "rejected") if len(example) > 1 else ("row",)
     ends = all(any(kind == "learned special" for _, kind in pieces) for pieces in example)
     end = f"; the end of the turn is {'' if ends else 'not '}learned"
-    lines = [Text.assemble("first row, with what is ", ("⟦learned⟧", STYLES["learned"]), f" in brackets{end}")]
+    legend = (("⟦learned⟧", STYLES["learned"]), ", seen, ", ("special tokens", STYLES["special"]))
+    lines = [Text.assemble("first row: ", *legend, end)]
     for name, pieces in zip(names, example, strict=True):
         shown = (f"⟦{part}⟧" if kind.startswith("learned") else part for part, kind in pieces)
         styles = (STYLES[kind] for _, kind in pieces)

@@ -22,7 +22,7 @@ from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
-from workers.data.first_rows import Pieces, first_example, row_findings
+from workers.data.first_rows import FirstRows, first_rows, row_findings
 from workers.data.row_source import read_rows
 from workers.data.tokenizer_file import TokenizerFile
 
@@ -42,7 +42,7 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     for finding in found:
         problem = Problem(finding.key, finding.message, finding.hint, finding.value)
         (errors if finding.refuses else warnings).append(problem)
-    return errors or (_held_out(spec, spec_dir) if isinstance(spec, RlSpec) else []), warnings
+    return errors or _held_out(spec, spec_dir), warnings
 
 
 # ── sources ───────────────────────────────────────────────────────────────────────────────────────
@@ -126,10 +126,10 @@ def _first_rows(spec: RowsSpec, spec_dir: Path) -> list[Finding]:
         return [] if codec is None else [*row_findings(_rows_config(spec, spec_dir), codec, chats)]
 
 
-def first_row(spec: RowsSpec, spec_dir: Path) -> list[Pieces]:
-    """Return the first row as it is learned, sequence by sequence; nothing where it is not at hand."""
+def first_row(spec: RowsSpec, spec_dir: Path) -> FirstRows:
+    """Return the first row as it is learned; nothing where it is not at hand."""
     with _codec_and_chats(spec, spec_dir) as (codec, chats):
-        return [] if codec is None else first_example(_rows_config(spec, spec_dir), codec, chats)
+        return FirstRows() if codec is None else first_rows(_rows_config(spec, spec_dir), codec, chats)
 
 
 @contextmanager
@@ -167,15 +167,18 @@ def _data_config(spec: RlSpec, spec_dir: Path) -> DataConfig:
     )
 
 
-def _held_out(spec: RlSpec, spec_dir: Path) -> list[Problem]:
-    """Find sets that leave no row of `data.train` to train on. Reads only as many rows as it needs."""
-    held = next((one for one in spec.evaluations if not one.data), None)
-    if held is None or is_hub_data(spec.data.train):
+def _held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """Find sets that leave no row of the training data to train on. Reads only as many rows as it needs."""
+    held = next(((f"{one.key}.prompts", one.prompts) for one in spec.evaluations if not one.data), None)
+    if isinstance(spec, RowsSpec) and spec.eval is not None and not spec.eval.data:
+        held = ("eval.rows", spec.eval.rows)
+    key, source = next(iter(spec.data_section.named.items()))
+    if held is None or is_hub_data(source):
         return []
-    counted = islice(read_rows(spec.data.train, split="", base=spec_dir, max_rows=spec.data.max_rows), held.prompts + 1)
-    rows = sum(1 for _ in counted)
-    if rows > held.prompts:
+    read = read_rows(source, split="", base=spec_dir, max_rows=spec.data_section.max_rows)
+    rows = sum(1 for _ in islice(read, held[1] + 1))
+    if rows > held[1]:
         return []
-    message = f"holding them out leaves none of the {rows} rows of data.train to train on"
-    hint = f"use fewer than {rows}, or name another source in {held.key}.data"
-    return [Problem(f"{held.key}.prompts", message, hint, str(held.prompts))]
+    message = f"holding them out leaves none of the {rows} rows of {key} to train on"
+    hint = f"use fewer than {rows}, or name another source in {held[0].rpartition('.')[0]}.data"
+    return [Problem(held[0], message, hint, str(held[1]))]

@@ -143,6 +143,8 @@ class DataOpened(Answer):
     eval_rows: dict[str, int]  # by evaluation
     dropped_overlong: int
     dropped_bad: int
+    truncated: int = 0  # rows that are learned from up to `data.max_tokens` alone
+    summary: str = ""  # of rows, for a person: how many tokens, and which of them learn
     largest_row: int = 0  # tokens of a row, or a pair, that one micro-batch computes
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specs.schema.rows import LearnFrom
+from specs.text import show
 from workers.chat_renderer import ChatRenderer, ChatTemplateError
 
 Message = Mapping[str, Any]
@@ -34,7 +35,7 @@ def checked_messages(value: Any, column: str) -> list[Message]:
             raise BadRow(f"column {column!r}, message {number}: no message with role and content")
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRow(f"column {column!r}, message {number}: no content and no tool calls")
-        if not isinstance(message.get("train", False), bool):
+        if not isinstance(message.get("train"), bool | None):
             raise BadRow(f"column {column!r}, message {number}: train must be true or false")
     return value
 
@@ -48,10 +49,12 @@ def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: i
     else:
         found = [number for number in numbers if messages[number]["role"] == ASSISTANT]
         lacks = "no message of the assistant, so nothing to learn"
+    found = found[-1:] if learn_from == "last_assistant" else found
     if not found:
         raise BadRow(lacks)
-    if learn_from == "last_assistant":
-        return found[-1:]
+    for number in found:
+        if not any(value for key, value in messages[number].items() if key not in ("role", "train")):
+            raise BadRow(f"message {number}: it is empty, and is to be learned")
     return found
 
 
@@ -64,15 +67,14 @@ def learned_text(
 ) -> LearnedText:
     """Return the conversation as text, with the spans of the messages numbered in `learned`; None: all is learned.
 
-    A message begins where the template, asked for an answer, stops before it, and ends where the conversation up to it
-    ends, but for blanks behind the token that ends the turn (`ends_turn`). Raises BadRow where the template writes a
-    message otherwise once others follow: what it then is cannot be told.
+    An answer begins where the template, asked for one, stops before it; another message where the conversation before
+    it ends. Each ends where the conversation up to it does, but for blanks behind the token that ends the turn
+    (`ends_turn`). Raises BadRow where the template writes a message otherwise once others follow, or begins it
+    otherwise than it asks for it: which tokens are the message cannot be told then.
     """
     plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
 
     def render(count: int, *, begins_answer: bool = False) -> str:
-        if not count:
-            return ""
         try:
             return chats.render(plain[:count], begins_answer=begins_answer, tools=tools)
         except ChatTemplateError as error:
@@ -83,16 +85,23 @@ def learned_text(
         return LearnedText(whole, [(0, len(whole))])
     spans = []
     for number in learned:
+        if not number:
+            raise BadRow("message 0: nothing comes before it, so that what the template puts there would be learned")
         before = render(number, begins_answer=plain[number]["role"] == ASSISTANT)
         until = whole if number + 1 == len(plain) else render(number + 1)
-        if not (until.startswith(before) and whole.startswith(until)):
+        if not whole.startswith(until):
             raise BadRow(
-                f"message {number}: the chat template writes the conversation before it, or it, otherwise once more "
-                "messages follow, so that which tokens learn cannot be proven"
+                f"message {number}: the chat template writes the conversation up to it otherwise once more messages "
+                'follow, so that which tokens learn cannot be proven; data.learn_from = "last_assistant" may do'
+            )
+        if not until.startswith(before):
+            raise BadRow(
+                f"message {number}: the chat template begins it otherwise than it asks the model for it "
+                f"({show(before[-40:])}), so that which tokens learn cannot be proven"
             )
         text = until[len(before) :].rstrip()
         end = len(before) + len(text) if ends_turn(text) else len(until)
-        if end == len(before):
+        if not text:
             raise BadRow(f"message {number}: the chat template writes nothing for it")
         spans.append((len(before), end))
     return LearnedText(whole, spans)

@@ -5,9 +5,9 @@ Drawing is stateless: draw `d` is a function of the seed and `d` alone, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from specs.wire.batch import Column
 from specs.wire.messages import ROW_COLUMNS
 from specs.wire.role_config import DataConfig
 from workers.chat_renderer import renderer_of
-from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label
+from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label, summary
 from workers.data.prompts import PromptTable, build_table
 from workers.data.row_source import read_rows
 
@@ -87,18 +87,25 @@ class PromptStream:
         return columns, {"position": draws.stop, "epoch": draws.stop // len(self.indices)}
 
     def _row(self, draw: int) -> int:
-        epoch, place = divmod(draw, len(self.indices))
-        if not self.shuffle:
-            return int(self.indices[place])
-        if epoch not in self._orders:
-            self._orders = {epoch: scattered(len(self.indices), self.seed, epoch)}
-        return int(self.indices[self._orders[epoch][place]])
+        return _row_of(self.indices, draw, self.seed if self.shuffle else None, self._orders)
+
+
+def _row_of(indices: NDArray[np.int64], draw: int, seed: int | None, orders: dict[int, NDArray[np.int64]]) -> int:
+    """Return the row of a draw: each one once an epoch, in an order of its own unless `seed` is None. `orders` keeps
+    the epoch's."""
+    epoch, place = divmod(draw, len(indices))
+    if seed is None:
+        return int(indices[place])
+    if epoch not in orders:
+        orders.clear()
+        orders[epoch] = scattered(len(indices), seed, epoch)
+    return int(indices[orders[epoch][place]])
 
 
 @dataclass
 class RowStream:
-    """Rows of several sources in the order in which they are drawn: each source as often as its weight says, by a
-    smooth weighted round robin, which depends on the draw's number alone."""
+    """Rows of several sources in the order in which they are drawn. An endless stream draws each source as often as its
+    weight says, and always the one that is furthest behind; else one source follows the other, and the data ends."""
 
     tables: Sequence[ExampleTable]
     indices: Sequence[NDArray[np.int64]]  # rows of each that may be drawn
@@ -107,50 +114,41 @@ class RowStream:
     seed: int = 0
     shuffle: bool = False
     endless: bool = True
-    _drawn: list[tuple[int, int]] = field(default_factory=list)  # source and how many of it came before, by draw
-    _counts: list[int] = field(default_factory=list)  # draws of each source among these
-    _orders: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict)
+    _at: int = field(default=0, init=False)  # a draw, and how many were drawn of each source before it
+    _counts: list[int] = field(default_factory=list, init=False)
+    _orders: dict[int, dict[int, NDArray[np.int64]]] = field(default_factory=dict, init=False)  # by source
 
     def draw(self, position: int, count: int) -> tuple[dict[str, Column], dict[str, Any]]:
         """Return ROW_COLUMNS of `count` draws from number `position` on, and the cursor after them."""
-        total = sum(map(len, self.indices))
-        end = position + count if self.endless else min(position + count, total)
-        self._schedule(end)
+        end = position + count if self.endless else max(position, min(position + count, sum(map(len, self.indices))))
         found: dict[str, list[Column]] = {name: [] for name in (*ROW_COLUMNS, "length_B")}
-        for draw in range(position, end):
-            source, nth = self._drawn[draw]
-            columns = self.tables[source].columns([self._row(source, nth)], [draw], self.first_rows[source])
-            for name, column in columns.items():
+        for draw, (source, nth) in zip(range(position, end), self._places(position, end), strict=True):
+            indices, orders = self.indices[source], self._orders.setdefault(source, {})
+            row = _row_of(indices, nth, self.seed + source if self.shuffle else None, orders)
+            for name, column in self.tables[source].columns([row], [draw], self.first_rows[source]).items():
                 found[name].append(column)
-        behind = self._drawn[end:]  # scheduled, and not drawn yet
-        counts = [count - sum(one == source for one, _ in behind) for source, count in enumerate(self._counts)]
-        epochs = [count / len(rows) for count, rows in zip(counts, self.indices, strict=False) if len(rows)]
+        epochs = [count / len(rows) for count, rows in zip(self._counts, self.indices, strict=False)]
         empty = self.tables[0].columns([], [], 0)
         joined = {name: np.concatenate(pieces) if pieces else empty[name] for name, pieces in found.items()}
-        return joined, {"position": max(position, end), "epoch": max(epochs, default=0.0)}
+        return joined, {"position": end, "epoch": max(epochs, default=0.0)}
 
-    def _schedule(self, end: int) -> None:
-        """Say which source each draw up to `end` is of: the one that lags most behind its share."""
-        total = sum(self.weights)
-        counts = self._counts = self._counts or [0] * len(self.tables)
-        while len(self._drawn) < end:
-            due = [
-                (len(self._drawn) + 1) * weight / total - count
-                for weight, count in zip(self.weights, counts, strict=True)
-            ]
-            source = int(np.argmax(due))
-            self._drawn.append((source, counts[source]))
-            counts[source] += 1
-
-    def _row(self, source: int, nth: int) -> int:
-        indices = self.indices[source]
-        epoch, place = divmod(nth, len(indices))
-        if not self.shuffle:
-            return int(indices[place])
-        if (source, epoch) not in self._orders:
-            self._orders = {key: order for key, order in self._orders.items() if key[0] != source}
-            self._orders[source, epoch] = scattered(len(indices), self.seed + source, epoch)
-        return int(indices[self._orders[source, epoch][place]])
+    def _places(self, position: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the source of each draw, and how many of that source come before it."""
+        if not self.endless:
+            starts = np.cumsum([0, *map(len, self.indices)])
+            for draw in range(position, end):
+                source = int(np.searchsorted(starts, draw, "right")) - 1
+                yield source, draw - int(starts[source])
+            return
+        if position < self._at or not self._counts:
+            self._at, self._counts = 0, [0] * len(self.tables)
+        shares = [weight / sum(self.weights) for weight in self.weights]
+        while self._at < end:
+            due = [(self._at + 1) * share - count for share, count in zip(shares, self._counts, strict=True)]
+            source = due.index(max(due))
+            if self._at >= position:
+                yield source, self._counts[source]
+            self._at, self._counts[source] = self._at + 1, self._counts[source] + 1
 
 
 @dataclass(frozen=True)
@@ -166,25 +164,21 @@ class RunRows:
         once, source after source."""
         if what == "train":
             return self.train.draw(position, count)
-        if what == "eval" and self.eval is not None:
-            return self.eval.draw(position, count)
-        rows = [] if what == "eval" else list(enumerate(self.train.indices))
-        places = [(source, row) for source, indices in rows for row in indices.tolist()][position : position + count]
-        columns = [
-            self.train.tables[source].columns([row], [position + at], self.train.first_rows[source])
-            for at, (source, row) in enumerate(places)
-        ] or [self.train.tables[0].columns([], [], 0)]
-        joined = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
-        return joined, {"position": position + len(places), "epoch": 0.0}
+        if what == "all":
+            return replace(self.train, shuffle=False, endless=False).draw(position, count)
+        return self.eval.draw(position, count) if self.eval is not None else self.train.draw(position, 0)
 
     def report(self) -> dict[str, Any]:
         """Return counts of read and skipped rows, for the user."""
-        tables = self.train.tables
+        own = [table for table in (self.eval.tables if self.eval else ()) if table is not self.train.tables[0]]
+        tables = [*self.train.tables, *own]
         return {
             "rows": sum(map(len, self.train.indices)),
             "eval_rows": {self.name: sum(map(len, self.eval.indices))} if self.eval else {},
             "dropped_overlong": sum(table.dropped_overlong for table in tables),
             "dropped_bad": sum(table.dropped_bad for table in tables),
+            "truncated": sum(table.truncated for table in tables),
+            "summary": summary(self.train.tables),
             "largest_row": max(table.largest for table in tables),
         }
 

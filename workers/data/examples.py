@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,26 +24,16 @@ from workers.data.conversations import (
     mask_of,
 )
 from workers.data.row_source import DataRow
-from workers.joined_text import ended, joined, without_padding
+from workers.joined_text import TextTokens, begun, ended, joined, without_padding
 
 if TYPE_CHECKING:  # a check of the first rows needs no arrays
     from specs.wire.batch import Column
 
 
-class RowCodec(Protocol):
+class RowCodec(TextTokens, Protocol):
     """The part of a tokenizer that rows need; `TextCodec` says more of each."""
 
-    @property
-    def end_id(self) -> int | None: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]: ...
-
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
-
-    def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -74,6 +65,8 @@ class ExampleTable:
     chosen: array[int] = field(default_factory=lambda: array("B"))
     margins: array[float] = field(default_factory=lambda: array("f"))
     largest: int = 0  # tokens of an example that are computed in one row, with a prompt that is shared once
+    ends: int = 0  # sequences of which the end is learned
+    learns_from: set[str] = field(default_factory=set)
     truncated: int = 0
     dropped_bad: int = 0
     first_bad: str = ""
@@ -132,6 +125,8 @@ def build_examples(rows: Iterable[DataRow], reader: ExampleReader) -> ExampleTab
             longest = max(len(sequence.tokens) for sequence in example.sequences)
             if longest > data.max_tokens and data.overlong == "truncate":
                 example, table.truncated = _truncated(example, data.max_tokens), table.truncated + 1
+            if len({tuple(sequence.tokens) for sequence in example.sequences}) < len(example.sequences):
+                raise BadRow(f"chosen and rejected are the same {len(example.sequences[0].tokens)} tokens")
         except BadRow as error:
             if data.bad_rows == "refuse":
                 hint = 'fix the row, or set data.bad_rows = "drop" to leave such rows out'
@@ -148,7 +143,19 @@ def build_examples(rows: Iterable[DataRow], reader: ExampleReader) -> ExampleTab
             table.first_overlong = table.first_overlong or f"{row.where} has {longest}"
             continue
         table.add(example)
+        table.ends += sum(reader.ends(sequence) for sequence in example.sequences)
+    table.learns_from = reader.learns_from
     return table
+
+
+def summary(tables: Sequence[ExampleTable]) -> str:
+    """Write `9,120 tokens, 2,048 learned (completion, with the end of each), longest 40`."""
+    tokens, learned = sum(len(table.tokens) for table in tables), sum(sum(table.masks) for table in tables)
+    longest = max((end - begin for table in tables for begin, end in pairwise(table.offsets)), default=0)
+    ends, count = sum(table.ends for table in tables), sum(len(table.chosen) for table in tables)
+    share = "the end of each" if ends == count else f"the end of {ends:,} of {count:,}" if ends else "no end"
+    learns_from = " or ".join(sorted({one for table in tables for one in table.learns_from}))
+    return f"{tokens:,} tokens, {learned:,} learned ({learns_from}, with {share}), longest {longest:,}"
 
 
 def refuse_nothing(table: ExampleTable, config: RowsConfig) -> None:
@@ -192,7 +199,10 @@ class ExampleReader:
         self.pad = pad
         self.source, self.config, self.codec, self.chats = source, config, codec, chats
         self.data = config.rows
-        self._specials = tuple(text for text in codec.decode([[id_] for id_ in codec.special_ids], special_tokens=True))
+        self.learns_from: set[str] = set()  # in the rows so far
+        specials = codec.decode([[id_] for id_ in codec.special_ids], special_tokens=True)
+        self._specials = tuple(filter(None, specials))
+        self._keeps_blanks = bool(codec.encode([" "], rendered=True)[0])
 
     def example(self, row: DataRow) -> Example:
         """Raises BadRow."""
@@ -209,9 +219,9 @@ class ExampleReader:
         elif values.get(source.messages_column) is not None:
             messages = checked_messages(values[source.messages_column], source.messages_column)
             example = Example([self._conversation(messages, self._learn_from("assistant"), values=values)], (1,))
-        elif source.completion_column in values:
+        elif values.get(source.completion_column) is not None:
             example = Example([self._completed(values, source.completion_column)], (1,))
-        elif source.text_column in values:
+        elif values.get(source.text_column) is not None:
             example = Example([self._text(_text(values, source.text_column))], (1,))
         else:
             columns = f"{source.messages_column!r}, {source.completion_column!r} or {source.text_column!r}"
@@ -222,12 +232,19 @@ class ExampleReader:
             self._check(sequence)
         return example
 
+    def ends(self, sequence: Learned) -> bool:
+        """Return whether the token that ends the sequence, or its last turn, is learned."""
+        last = len(sequence.mask) - 1 - sequence.mask[::-1].index(1)
+        return sequence.tokens[last] in self.codec.special_ids
+
     def _as_scored(self, sequence: Learned) -> Learned:
         tokens = without_padding(sequence.tokens, self.pad)
         return Learned(tokens, sequence.mask[: len(tokens)])
 
     def _learn_from(self, usual: LearnFrom) -> LearnFrom:
-        return self.data.learn_from or usual
+        found = self.data.learn_from or usual
+        self.learns_from.add(found)
+        return found
 
     def _pair(self, values: Mapping[str, Any]) -> Example:
         source = self.source
@@ -241,7 +258,8 @@ class ExampleReader:
             raise BadRow(f"column {source.margin_column!r} is no number")
         if margin is not None and not isfinite(margin):
             raise BadRow(f"column {source.margin_column!r} is not finite")
-        if source.prompt_column not in values or _whole_conversations(*(values[column] for column in columns)):
+        whole = _whole_conversations(*(values[column] for column in columns))
+        if whole or values.get(source.prompt_column) is None:
             values = {**values, **self._implicit(values, columns)}
         return Example([self._completed(values, column) for column in columns], (1, 0), float(margin or 0.0))
 
@@ -251,7 +269,8 @@ class ExampleReader:
         if all(isinstance(each, str) for each in both):
             differ = (at for at, (one, other) in enumerate(zip(*both, strict=False)) if one != other)
             common = next(differ, min(map(len, both)))
-            common = max(both[0].rfind(mark, 0, common) + 1 for mark in " \n")  # where a word begins
+            # where a word begins, with the blank before it
+            common = max(both[0].rfind(" ", 0, common), both[0].rfind("\n", 0, common) + 1)
         else:
             lists = [checked_messages(each, column) for each, column in zip(both, columns, strict=True)]
             pairs = zip(*lists, strict=False)
@@ -268,12 +287,10 @@ class ExampleReader:
         listed = isinstance(prompt, list) or isinstance(completion, list)
         if not listed and not (self.data.chat == "always" or self.data.system):
             return self._joined(_text(values, self.source.prompt_column), _text(values, column))
-        before: list[Message] = [{"role": "user", "content": prompt}]
-        if not isinstance(prompt, str) or not prompt:
-            before = checked_messages(prompt, self.source.prompt_column)
-        after: list[Message] = [{"role": ASSISTANT, "content": completion}]
-        if not isinstance(completion, str) or not completion:
-            after = checked_messages(completion, column)
+        before = _messages(prompt, self.source.prompt_column, "user")
+        after = _messages(completion, column, ASSISTANT)
+        if after[0]["role"] != ASSISTANT:
+            raise BadRow(f"column {column!r} does not begin with a message of the assistant")
         learn_from = self._learn_from("completion")
         return self._conversation([*before, *after], learn_from, first=len(before), values=values)
 
@@ -283,12 +300,14 @@ class ExampleReader:
         learn_from = self._learn_from("completion")
         if learn_from not in ("completion", "all"):
             raise BadRow(f'data.learn_from = "{learn_from}" is about messages, and the row holds text')
+        if not before or not after:
+            raise BadRow("the prompt or the completion has no tokens: the tokenizer drops all of its characters")
         return Learned([*before, *after], [int(learn_from == "all")] * len(before) + [1] * len(after))
 
     def _text(self, text: str) -> Learned:
         if self._learn_from("all") != "all":
             raise BadRow(f'data.learn_from = "{self.data.learn_from}" is not about rows of one text')
-        tokens = ended(self.codec, *self.codec.encode([text], rendered=False))
+        tokens = ended(self.codec, *begun(self.codec, [text]))
         return Learned(tokens, [1] * len(tokens))
 
     def _conversation(
@@ -302,20 +321,46 @@ class ExampleReader:
         if self.data.system and messages[0]["role"] != "system":
             messages, first = [{"role": "system", "content": self.data.system}, *messages], first + bool(first)
         learned = None if learn_from == "all" else chosen_messages(messages, learn_from, first)
-        tools = values.get(self.source.tools_column)
+        tools = _tools(values.get(self.source.tools_column), self.source.tools_column)
         found = learned_text(messages, learned, self.chats, lambda text: text.endswith(self._specials), tools)
-        tokens, offsets = self.codec.encode_with_offsets(found.text)
-        return Learned(tokens, mask_of(offsets, found))
+        tokens, offsets = self._located(found.text)
+        mask = mask_of(offsets, found)
+        if all(mask) and learned is not None:
+            raise BadRow(f'all of its tokens are learned, with data.learn_from = "{learn_from}"')
+        return Learned(tokens, mask)
+
+    def _located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text and the characters of each, with the blanks that some tokenizers leave out."""
+        tokens, offsets = self.codec.encode_with_offsets(text)
+        for at, (begin, end) in enumerate(offsets):
+            last = offsets[at - 1][1] if at else 0
+            if self._keeps_blanks and last < begin and text[last:begin].isspace():
+                offsets[at] = (last, end)
+        return tokens, offsets
 
     def _check(self, sequence: Learned) -> None:
-        """Raise BadRow where nothing is learned, or all is that should not be; the first token never is."""
+        """Raise BadRow where nothing is learned; the first token never is."""
         if len(sequence.tokens) < 2:
             raise BadRow("the row has fewer than two tokens: nothing predicts the first")
         sequence.mask[0] = 0
         if not any(sequence.mask):
             raise BadRow("none of its tokens is learned")
-        if all(sequence.mask[1:]) and self.data.learn_from not in (None, "all") and len(sequence.mask) > 2:
-            raise BadRow(f'all of its tokens are learned, with data.learn_from = "{self.data.learn_from}"')
+
+
+def _messages(value: Any, column: str, role: str) -> list[Message]:
+    """Return a column's messages; of text one message of `role`."""
+    return [{"role": role, "content": value}] if isinstance(value, str) and value else checked_messages(value, column)
+
+
+def _tools(value: Any, column: str) -> list[Any] | None:
+    """Return the tools of a row: a list, or one as JSON, which is how tables of columns hold it."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise BadRow(f"column {column!r} is no JSON: {error}") from None
+    if not isinstance(value, list | None):
+        raise BadRow(f"column {column!r} must be a list of tools")
+    return value
 
 
 def _whole_conversations(chosen: Any, rejected: Any) -> bool:

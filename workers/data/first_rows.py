@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -12,38 +13,67 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig
 from workers.chat_renderer import ChatRenderer
-from workers.data.examples import ExampleReader, RowCodec, build_examples, pieces, refuse_nothing
-from workers.data.row_source import read_rows
+from workers.data.examples import (
+    ExampleReader,
+    ExampleTable,
+    RowCodec,
+    build_examples,
+    pieces,
+    refuse_nothing,
+    refuse_one_label,
+    summary,
+)
+from workers.data.row_source import DataRow, read_rows
 
 _ROWS = 256
+_EVAL = "eval.data"
 Pieces = list[tuple[str, str]]  # a sequence as text, and of each piece its kind (`pieces`)
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """The first row that can be learned from, sequence by sequence, and a line on the first rows of its source."""
+
+    example: Sequence[Pieces] = ()
+    summary: str = ""
 
 
 def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> Iterator[Finding]:
     """Yield what is wrong with the first rows of each source that lies on this machine."""
-    for key, reader in _readers(config, codec, chats).items():
-        source = reader.source
+    readers = _readers(config, codec, chats)
+    trained: list[ExampleTable] = []  # that are known whole
+    for key, reader in readers.items():
+        path = show(reader.source.path)
         try:
-            rows = read_rows(source.path, split="", base=Path(config.spec_dir), max_rows=reader.data.max_rows)
+            rows = _rows(config, reader)
             table = build_examples(islice(rows, _ROWS), reader)
-            if next(rows, None) is None:  # else others may be better
-                refuse_nothing(table, reader.config)
+            if next(rows, None) is not None:  # others may be better
+                continue
+            refuse_nothing(table, reader.config)
+            trained += [] if key == _EVAL else [table]
+            if len(trained) == len(reader.data.sources):
+                refuse_one_label(trained, reader.config)
         except DataError as error:
-            yield Finding(key=key, message=error.message, hint=error.hint, value=show(source.path))
+            yield Finding(key=key, message=error.message, hint=error.hint, value=path)
         except ModelError as error:
             yield Finding(key="model.path", message=error.message, hint=error.hint, value=show(config.model_path))
             return
 
 
-def first_example(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> list[Pieces]:
-    """Return the sequences of the first row that can be learned from; none where there is none at hand."""
+def first_rows(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> FirstRows:
+    """Return what the first rows teach, of the first source that lies here and has one to learn from."""
     for reader in _readers(config, codec, chats).values():
-        rows = read_rows(reader.source.path, split="", base=Path(config.spec_dir), max_rows=_ROWS)
-        for row in rows:
-            table = build_examples([row], reader)
-            if len(table):
-                return [pieces(sequence, codec) for sequence in table.example(0)]
-    return []
+        table = build_examples(islice(_rows(config, reader), _ROWS), reader)
+        if len(table):
+            dropped = {"too long": table.dropped_overlong, "bad": table.dropped_bad, "truncated": table.truncated}
+            line = "; ".join([summary([table]), *(f"{count} {why}" for why, count in dropped.items() if count)])
+            example = [pieces(sequence, codec) for sequence in table.example(0)]
+            return FirstRows(example, f"first rows ({len(table)}): {line}")
+    return FirstRows()
+
+
+def _rows(config: DataConfig, reader: ExampleReader) -> Iterator[DataRow]:
+    return read_rows(reader.source.path, split="", base=Path(config.spec_dir), max_rows=reader.data.max_rows)
 
 
 def _readers(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> dict[str, ExampleReader]:
@@ -53,6 +83,6 @@ def _readers(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) ->
     sources = dict(zip(rows.rows.named, rows.rows.sources, strict=True))
     if rows.eval is not None and rows.eval.data:
         first = next(iter(sources.values()))
-        sources["eval.data"] = first.model_copy(update={"path": rows.eval.data, "split": rows.eval.split})
+        sources[_EVAL] = first.model_copy(update={"path": rows.eval.data, "split": rows.eval.split})
     here = {key: source for key, source in sources.items() if not is_hub_data(source.path)}
     return {key: ExampleReader(source, rows, codec, chats) for key, source in here.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 from small_spec import raw_spec
 
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.preflight.data_files import check_data
+from rlctl.preflight.data_files import check_data, first_row
 from specs.errors import Problem
 from specs.load.load import spec_from
+from specs.schema.recipes import RowsSpec
 
 
 def found(folder: Path, *overrides: str) -> tuple[list[Problem], list[Problem]]:
@@ -88,3 +90,51 @@ def test_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, json.dumps(raw), str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+# ── rows that are learned from ────────────────────────────────────────────────────────────────────
+
+
+LABELS = {"objective": {"kind": "kto"}}
+
+
+def learned(folder: Path, lines: list[dict[str, object]], **sections: dict[str, object]) -> RowsSpec:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = "preference" if "objective" in sections else "sft"
+    raw = {
+        "schema": 1,
+        "run": {"recipe": recipe, "name": "rows", "steps": 1},
+        "model": {"path": "builtin:tiny-bytes", "from_scratch": True},
+        "data": {"train": "rows.jsonl", "rows_per_step": 2, "max_tokens": 16},
+        "objective": {"kind": "nll"},
+        "actor": {"optimizer": {"lr": 1e-3}},
+    }
+    spec = spec_from({**raw, **sections}, [])
+    assert isinstance(spec, RowsSpec)
+    return spec
+
+
+def test_rows_show_what_learns(tmp_path: Path) -> None:
+    spec = learned(tmp_path, [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1" * 20, "completion": "2"}])
+    assert check_data(spec, tmp_path) == ([], [])
+    found = first_row(spec, tmp_path)
+    assert found.example == [[("1+1=", "seen"), ("2", "learned"), ("<eos>", "learned special")]]
+    summary = "6 tokens, 2 learned (completion, with the end of each), longest 6; 1 too long"
+    assert found.summary == f"first rows (1): {summary}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "sections", "key", "words"),
+    [
+        ([{"prompt": "1+1="}], {}, "data.train", r"rows\.jsonl:1: no column 'messages', 'completion' or 'text'"),
+        ([{"prompt": "1" * 20, "completion": "2"}], {}, "data.train", "no row is left .1 are longer"),
+        ([{"prompt": "1", "completion": "2", "label": True}] * 2, LABELS, "data.train", "every row is labelled true"),
+        ([{"text": "12"}] * 2, {"eval": {"every": 1, "rows": 2}}, "eval.rows", "leaves none of the 2 rows of data"),
+    ],
+)
+def test_rows_that_end_a_start_are_refused(
+    tmp_path: Path, lines: list[dict[str, object]], sections: dict[str, dict[str, object]], key: str, words: str
+) -> None:
+    ((error,), warnings) = check_data(learned(tmp_path, lines, **sections), tmp_path)
+    assert (error.key, warnings) == (key, [])
+    assert re.search(words, error.message)

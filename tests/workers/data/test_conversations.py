@@ -69,11 +69,29 @@ def test_spans_are_where_marked_answers_stand(template: str) -> None:
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() -> None:
-    with pytest.raises(
-        BadRow, match="message 2: the chat template writes the conversation before it, or it, otherwise"
-    ):
+    with pytest.raises(BadRow, match="message 2: the chat template writes the conversation up to it otherwise"):
         learned(DROPS_THINKING, "assistant")
     assert learned(DROPS_THINKING, "last_assistant") == ["<think>\n\n</think>\n2<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "learn_from", "why"),
+    [
+        (
+            CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
+            TALK,
+            "assistant",
+            "begins it otherwise",
+        ),
+        (CHATML, [{"role": "assistant", "content": "hi"}, *TALK], "assistant", "message 0: nothing comes before it"),
+        (CHATML, [*TALK[:2], {"role": "assistant", "content": ""}], "assistant", "message 2: it is empty"),
+        (CHATML.replace("{{ m.content }}<|im_end|>", ""), TALK, "assistant", "message 2: .* writes nothing for it"),
+        ("{{ raise_exception('roles must alternate') }}", TALK, "assistant", "refuses the messages: roles must"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused(template: str, messages: Any, learn_from: LearnFrom, why: str) -> None:
+    with pytest.raises(BadRow, match=why):
+        learned(template, learn_from, messages)
 
 
 def test_tools_reach_the_template() -> None:
@@ -100,6 +118,7 @@ def test_a_token_across_the_end_of_what_is_learned_is_refused() -> None:
         ([{"content": "x"}], "message 0: no message with role and content"),
         ([{"role": "user", "content": None}], "message 0: no content and no tool calls"),
         ([{"role": "user", "content": "x", "train": 1}], "train must be true or false"),
+        ([{"role": "user", "content": "x", "train": None}, 3], "message 1: no message"),
     ],
 )
 def test_what_is_no_conversation_is_refused(value: Any, why: str) -> None:

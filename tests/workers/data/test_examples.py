@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_conversations import CHATML, TALK
 
-from backends.hf.tokenizer import load_codec
+from backends.hf.tokenizer import TextCodec, load_codec
 from rlctl.models.paths import BUILTIN_FOLDER
 from specs.errors import DataError
 from specs.schema.objectives import Unit
@@ -21,7 +21,7 @@ from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat_renderer import ChatRenderer
 from workers.data.conversations import BadRow
 from workers.data.data_set import RunRows, open_rows
-from workers.data.examples import ExampleReader, pieces
+from workers.data.examples import ExampleReader, build_examples, pieces
 from workers.data.row_source import DataRow
 
 MODEL = BUILTIN_FOLDER / "tiny-bytes"
@@ -67,11 +67,16 @@ def test_what_a_row_holds_is_told_by_its_columns(values: Any, data: Any, wanted:
     ("values", "seen"),
     [
         ({"prompt": "q ", "chosen": "a", "rejected": "b"}, "q "),
-        ({"chosen": "what is it? a", "rejected": "what is it? b"}, "what is it? "),
+        ({"prompt": None, "chosen": "what is it?\na", "rejected": "what is it?\nb"}, "what is it?\n"),
     ],
 )
 def test_pairs_of_text(values: Any, seen: str) -> None:
     assert texts(values, "pair") == [[seen, "a<eos>"], [seen, "b<eos>"]]
+
+
+def test_a_blank_goes_with_the_word_where_completions_part() -> None:
+    found = texts({"chosen": "Q: is it so? yes it is", "rejected": "Q: is it so? yet no"}, "pair")
+    assert found == [["Q: is it so?", " yes it is<eos>"], ["Q: is it so?", " yet no<eos>"]]
 
 
 @pytest.mark.parametrize("more", [{}, {"prompt": "one?"}])
@@ -94,6 +99,9 @@ def test_pairs_of_whole_conversations(more: dict[str, str]) -> None:
         ("token", {"messages": TALK}, {"chat": "never"}, 'data.chat = "never"'),
         ("token", {"messages": TALK[:2]}, {}, "no message of the assistant"),
         ("pair", {"prompt": "q", "chosen": "a", "rejected": "a"}, {}, "are equal"),
+        ("token", {"prompt": "q", "completion": ASKED}, {}, "'completion' does not begin with a message of the assist"),
+        ("token", {"messages": TALK, "tools": {"name": "add"}}, {}, "column 'tools' must be a list"),
+        ("token", {"messages": TALK, "tools": "add"}, {}, "column 'tools' is no JSON"),
         ("pair", {"prompt": "q", "chosen": "a"}, {}, "column 'rejected' is empty or missing"),
         ("pair", {"chosen": "a", "rejected": "b"}, {}, "no common beginning as a prompt"),
         ("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "2"}, {}, "'margin' is no number"),
@@ -104,6 +112,92 @@ def test_pairs_of_whole_conversations(more: dict[str, str]) -> None:
 def test_a_bad_row_is_named(unit: Unit, values: Any, data: Any, why: str) -> None:
     with pytest.raises(BadRow, match=why):
         texts(values, unit, **data)
+
+
+def test_a_pair_that_truncation_makes_equal_is_bad() -> None:
+    section = RowsSection(train="x.jsonl", rows_per_step=1, max_tokens=4, overlong="truncate")
+    reader = ExampleReader(section.sources[0], RowsConfig(rows=section, eval=None, unit="pair"), CODEC, None)
+    for rejected, same in (("axy", False), ("abz", True)):
+        row = DataRow("x.jsonl:7", {"prompt": "qq", "chosen": "abcd", "rejected": rejected})
+        with (
+            pytest.raises(DataError, match=r"x\.jsonl:7: chosen and rejected are the same 4") if same else nullcontext()
+        ):
+            assert build_examples([row], reader).truncated == 1
+
+
+def test_columns_that_are_null_are_not_there() -> None:
+    """A table of columns has all of them in every row, and every key in every message."""
+    absent = dict.fromkeys(("messages", "completion", "prompt", "tools", "chosen"))
+    assert texts({**absent, "text": "hello"}) == [["h", "ello<eos>"]]
+    messages = [{"train": None, "tool_calls": None, **message} for message in TALK[:3]]
+    assert texts({**absent, "messages": messages, "tools": "[]"}) == [[HEAD, "1<|im_end|>\n"]]
+
+
+# ── tokenizers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def llama(folder: Path, pre_tokenizer: dict[str, Any], vocab: list[str], after: list[dict[str, Any]]) -> TextCodec:
+    """A BPE tokenizer without merges that puts <s> before text."""
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    names = ["<s>", "</s>", "<|end|>"]
+    template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {"<s>": {"id": "<s>"}}}
+    template["special_tokens"]["<s>"] |= {"ids": [0], "tokens": ["<s>"]}
+    template["single"] = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template["pair"] = [*template["single"], {"Sequence": {"id": "B", "type_id": 1}}]
+    model = {"type": "BPE", "vocab": {token: at for at, token in enumerate(names + vocab)}, "merges": []}
+    merges = [[token[:-1], token[-1]] for token in vocab if len(token) == 2]
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": at, "content": name, **special} for at, name in enumerate(names)],
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": {"type": "Sequence", "processors": [*after, template]},
+        "decoder": pre_tokenizer,
+        "model": {**model, "merges": merges},
+    }
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return load_codec(str(folder))
+
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+TRIMMED = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def words(values: dict[str, Any], codec: TextCodec, template: str = "") -> list[str]:
+    """The tokens of a row, those that are learned with a star."""
+    section = RowsSection(train="x.jsonl", rows_per_step=1, max_tokens=500)
+    with ChatRenderer(template, {}, library=False) if template else nullcontext() as chats:
+        config = RowsConfig(rows=section, eval=None, unit="token")
+        reader = ExampleReader(section.sources[0], config, codec, chats)
+        sequence = reader.example(DataRow("x.jsonl:1", values)).sequences[0]
+    names = codec.tokenizer.convert_ids_to_tokens(sequence.tokens)
+    return [name + "*" * mask for name, mask in zip(names, sequence.mask, strict=True)]
+
+
+@pytest.mark.parametrize("prompt", ["ab", "<s>ab"])
+def test_begin_and_end_stand_once_and_nothing_between(prompt: str, tmp_path: Path) -> None:
+    codec = llama(tmp_path / "model", METASPACE, ["▁", "a", "b", "\n"], [])
+    seen = [token for token in codec.tokenizer.tokenize(prompt) if token != "<s>"]
+    found = words({"prompt": prompt, "completion": "ba</s>"}, codec)
+    assert found == ["<s>", *seen, "b*", "a*", "</s>*"]
+    assert words({"prompt": prompt, "completion": " ba"}, codec)[-4:] == ["▁*", "b*", "a*", "</s>*"]
+    assert words({"text": prompt}, codec) == ["<s>", *(f"{token}*" for token in seen), "</s>*"]
+
+
+def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets(tmp_path: Path) -> None:
+    """Llama 3's do: the blank before an answer is asked for, one in it is learned, and a token over both is refused."""
+    template = "{% for m in messages %}u {{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}u {% endif %}"
+    codec = llama(tmp_path / "model", TRIMMED, ["Ġ", "a", "b", "u", "Ġb"], [TRIMMED])
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a ba"}]}
+    asked = ["u", "Ġ", "a", "<|end|>", "u", "Ġ"]
+    assert words(row, codec, template) == [*asked, "a*", "Ġb*", "a*", "<|end|>*"]
+    row["messages"][1]["content"] = "b"
+    with pytest.raises(BadRow, match="a token lies across the end of what is learned: ' b'"):
+        words(row, codec, template)
 
 
 # ── the data of a run ─────────────────────────────────────────────────────────────────────────────
@@ -134,12 +228,14 @@ def test_each_row_is_drawn_once_in_an_epoch_and_anew_after_any_position(tmp_path
     assert drawn(rows, 0, 16) != drawn(rows, 16, 16), "another order"
     assert drawn(rows, 0, 9, "eval") == [16, 17, 18, 19]
     assert drawn(rows, 0, 99, "all") == [*range(16)]
+    assert drawn(opened(tmp_path), 0, 9, "eval") == [], "none is held out"
 
 
 def test_sources_are_mixed_by_weight_at_every_position(tmp_path: Path) -> None:
     sets = ({"path": "a.jsonl", "weight": 3.0}, {"path": "b.jsonl"})
     rows = opened(tmp_path, train="", sets=sets)
     found = np.array(drawn(rows, 0, 80)) >= 20
+    assert rows.train.draw(76, 4)[1] == {"position": 80, "epoch": 3.0}
     for end in (4, 8, 40, 80):
         assert found[:end].sum() == end // 4
     assert sorted(set(drawn(rows, 0, 80))) == drawn(rows, 0, 99, "all") == [*range(40)]
@@ -164,4 +260,6 @@ def test_rows_that_cannot_be_learned_end_the_start(rows: int, unit: Unit, data: 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     assert opened(tmp_path, max_tokens=5).report()["dropped_overlong"] == 10
     cut = opened(tmp_path, max_tokens=5, overlong="truncate")
-    assert (cut.report()["rows"], cut.train.tables[0].truncated) == (20, 10)
+    assert (cut.report()["rows"], cut.report()["truncated"]) == (20, 10)
+    wanted = "90 tokens, 40 learned (completion, with the end of 10 of 20), longest 5"
+    assert cut.report()["summary"] == wanted
