@@ -167,8 +167,15 @@ def _data_line(data: DataOpened, spec: Spec) -> str:
     """Write `data: 4,000 prompts, 128 (heldout) and 30 (aime) for evaluation; dropped: 3 too long`."""
     counts = {"too long": data.dropped_overlong, "bad": data.dropped_bad}
     dropped = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+    summary = f"; {data.summary}" if data.summary else ""
+    summary += f"; {data.truncated} truncated" if data.truncated else ""
     several = len(data.eval_rows) > 1
     held = " and ".join(f"{count:,}" + f" ({name})" * several for name, count in data.eval_rows.items())
     kept = "for evaluation" if any(evaluation.data for evaluation in spec.evaluations) else "held out"
     what = "prompts" if isinstance(spec, RlSpec) else "rows"
-    return f"data: {data.rows:,} {what}" + f", {held} {kept}" * bool(held) + f"; dropped: {dropped}" * bool(dropped)
+    return (
+        f"data: {data.rows:,} {what}"
+        + f", {held} {kept}" * bool(held)
+        + f"; dropped: {dropped}" * bool(dropped)
+        + summary
+    )
