@@ -12,7 +12,7 @@ from rlctl.loop import step_metrics
 from rlctl.loop.driver import Arrived, Driver, StepRecord, UpdateWindow
 from rlctl.loop.residency import Residency
 from rlctl.loop.step_metrics import Updates
-from rlctl.recipes.reference import Reference
+from rlctl.recipes.reference import PrecomputedReference, Reference
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.metric import Metric, metrics
 from specs.schema.recipes import RowsSpec
@@ -49,11 +49,14 @@ class RowsRecipe(Driver):
         window: UpdateWindow,
         progress: Progress,
         built: Mapping[RoleName, ModelBuilt] | None = None,
-        reference: Reference | None = None,
+        ref_logprobs: Path = Path(),
     ) -> None:
-        """`reference` gives the log-probs that the objective compares with; None: it compares with none."""
+        """`ref_logprobs`: the file for a reference's log-probs that are computed once."""
         super().__init__(spec, groups, residency, window, progress, built)
-        self.spec, self.reference = spec, reference
+        self.spec = spec
+        self.reference: Reference | None = None
+        if spec.objective.needs_ref:
+            self.reference = PrecomputedReference(ref_logprobs) if spec.precomputes_ref else Reference()
         self.position = 0  # rows that were learned from
         self.epoch = 0.0
         self.drawing: Call | None = None  # of the next step's rows

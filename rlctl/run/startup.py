@@ -20,7 +20,6 @@ from rlctl.processes.group import Group
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import build_bodies
-from rlctl.recipes.reference import PrecomputedReference, Reference
 from rlctl.recipes.rl import Rl
 from rlctl.recipes.rows_recipe import RowsRecipe
 from rlctl.run.run_dir import RunDir
@@ -91,10 +90,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
     driver: Driver
     if isinstance(spec, RowsSpec):
-        reference = None
-        if spec.objective.needs_ref:
-            reference = PrecomputedReference(run.ref_logprobs) if spec.precomputes_ref else Reference()
-        driver = RowsRecipe(spec, roles, residency, window, progress, built, reference)
+        driver = RowsRecipe(spec, roles, residency, window, progress, built, run.ref_logprobs)
     else:
         assert isinstance(spec, RlSpec)
         assert transport is not None
