@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,12 @@ class RowStream:
         """Return ROW_COLUMNS of `count` draws from number `position` on, and the cursor after them."""
         end = position + count if self.endless else max(position, min(position + count, sum(map(len, self.indices))))
         found: dict[str, list[Column]] = {name: [] for name in (*ROW_COLUMNS, "length_B")}
-        for draw, (source, nth) in zip(range(position, end), self._places(position, end), strict=True):
+        places = zip(range(position, end), self._places(position, end), strict=True)
+        for source, run in groupby(places, key=lambda place: place[1][0]):
             indices, orders = self.indices[source], self._orders.setdefault(source, {})
-            row = _row_of(indices, nth, self.seed + source if self.shuffle else None, orders)
-            for name, column in self.tables[source].columns([row], [draw], self.first_rows[source]).items():
+            seed = self.seed + source if self.shuffle else None
+            draws, rows = zip(*((draw, _row_of(indices, nth, seed, orders)) for draw, (_, nth) in run), strict=True)
+            for name, column in self.tables[source].columns(rows, draws, self.first_rows[source]).items():
                 found[name].append(column)
         epochs = [count / len(rows) for count, rows in zip(self._counts, self.indices, strict=False)]
         empty = self.tables[0].columns([], [], 0)
