@@ -134,9 +134,9 @@ class Driver(ABC):
     def inspect(self, sums: Mapping[RoleName, Sequence[Mapping[str, float]]], batch: Batch, step: int) -> None:
         """Look at what each rank of each role reports of a mini-batch, before the optimizer steps."""
 
+    @abstractmethod
     def not_finite(self, role: RoleName, found: str, mini: Batch, step: int) -> NotFiniteError:
         """Return the error of a mini-batch whose loss, of which `found` says what is wrong, is not finite."""
-        return finite_check.of_value_update(found, mini)
 
     # ── phases ────────────────────────────────────────────────────────────────────────────────────
 

@@ -78,6 +78,19 @@ def of_value_update(found: str, batch: Batch) -> NotFiniteError:
     )
 
 
+def of_rows_update(found: str, batch: Batch, role: str) -> NotFiniteError:
+    """Return the error of a step that learns from rows. Blames the reference where its log-probs are not
+    finite, else the model that learns."""
+    if "ref_logprob_T" in batch and not np.isfinite(batch["ref_logprob_T"][batch["loss_mask_T"] > 0]).all():
+        what, hint = CHECKED["ref_logprob_T"]
+        return NotFiniteError(f"{found} in the update, and so is {what}. {_STOPPED}", hint=hint)
+    return NotFiniteError(
+        f"{found} in the update. {_STOPPED}",
+        hint=f"the model's weights or activations overflow: lower {role}.optimizer.lr, or go on from an earlier "
+        "checkpoint",
+    )
+
+
 def _of_token(batch: Batch, name: str, bad_T: NDArray[np.bool_], step: int, what: str, hint: str) -> NotFiniteError:
     token = int(np.flatnonzero(bad_T)[0])
     sample = int(np.searchsorted(batch.offsets, token, side="right")) - 1

@@ -224,7 +224,7 @@ class Rl(Driver):
 
     def not_finite(self, role: RoleName, found: str, mini: Batch, step: int) -> NotFiniteError:
         if self.learners[role] is not self.actor:
-            return super().not_finite(role, found, mini, step)
+            return finite_check.of_value_update(found, mini)
         now_T = self.compute({"now": self.logprobs_of(self.actor)}, mini, step)["now"]
         return finite_check.of_update(found, mini, now_T)
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlctl.loop import step_metrics
+from rlctl.loop import finite_check, step_metrics
 from rlctl.loop.driver import Arrived, Driver, StepRecord, UpdateWindow
 from rlctl.loop.residency import Residency
 from rlctl.loop.step_metrics import Updates
 from rlctl.recipes.reference import PrecomputedReference, Reference
+from specs.errors import NotFiniteError
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.metric import Metric, metrics
 from specs.schema.recipes import RowsSpec
@@ -115,6 +116,9 @@ class RowsRecipe(Driver):
             num_chosen_tokens=int(tokens_B[mini["chosen_B"] > 0].sum()),
         )
 
+    def not_finite(self, role: RoleName, found: str, mini: Batch, step: int) -> NotFiniteError:
+        return finite_check.of_rows_update(found, mini, role)
+
     def collect(self, step: int, batch: Batch, updates: Updates) -> dict[str, Any]:
         """Return the step's metrics."""
         times = self.clock.metrics()
@@ -159,7 +163,7 @@ class RowsRecipe(Driver):
         """Return the first rows up to what is learned of them; of a reward model whole."""
         request = bodies.DrawRows(what="train", position=0, count=PROOF_PROMPTS)
         batch = self.data.call(Verb.ROWS, request)[0].batch
-        whole = self.spec.objective.unit == "pair" and self.spec.head(self.spec.lead) != "lm"
+        whole = self.spec.objective.of_scores
         found = []
         for tokens, mask in zip(batch.sequences("tokens_T"), batch.sequences("loss_mask_T"), strict=True):
             found.append(tokens[: len(tokens) if whole else max(1, int(np.argmax(mask)))].tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from local_run import local_run
 
 from rlctl.recipes.reference import unlike_rows
-from specs.errors import DataError, RunDirError
+from specs.errors import DataError, NotFiniteError, RunDirError
 from specs.wire.batch import Batch
 
 PAIRS = 'train = "builtin:sort-digits-pairs"'
@@ -52,7 +53,7 @@ def spec_of(folder: Path, name: str, more: str = "") -> Path:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What does not follow the clock."""
+    """Return the metrics that do not follow the clock."""
     return {name: value for name, value in metrics.items() if not name.startswith(("time/", "mem/", "perf/tokens_"))}
 
 
@@ -85,6 +86,17 @@ def test_every_kind_of_reference_gives_the_same_losses(tmp_path: Path) -> None:
             found[name] = [start, *(record.metrics["actor/loss"] for record in run.steps(4))]
     assert found["dpo"][0] == pytest.approx(math.log(2), abs=1e-7)
     assert found["dpo"] == pytest.approx(found["dpo-precomputed"], abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["nll", "dpo", "bradley_terry"])
+def test_a_loss_that_is_no_number_ends_the_run(name: str, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, name)
+    spec.write_text(spec.read_text().replace("lr = 2e-3", "lr = 1e38"))
+    with local_run(spec, tmp_path / "run") as run, pytest.raises(NotFiniteError) as caught:
+        run.steps(4)
+    assert re.search(r"^step [23]: .*loss is (nan|inf).* in the update\. The run stopped before", str(caught.value))
+    role = "reward_model" if name == "bradley_terry" else "actor"
+    assert f"lower {role}.optimizer.lr" in caught.value.hint
 
 
 def test_a_lost_file_of_the_reference_is_not_made_of_a_model_that_has_learned(tmp_path: Path) -> None:
