@@ -22,8 +22,8 @@ class RunSection(Table):
     name: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(usable_path)]
     """Name of the run; also the name of its directory under `dir`."""
     recipe: Literal["rl", "sft", "preference", "reward_model"] = "rl"
-    """What the run does: reinforcement learning; supervised fine-tuning; learning preferences; or training a reward
-    model. It decides which other sections there are."""
+    """Decides what the run does, and so which other sections there are: reinforcement learning; supervised fine-tuning;
+    learning preferences; or training a reward model."""
     steps: int = Field(gt=0)
     """Steps to train. A step of `rl` is generate, score, learn, once; of the other recipes an optimizer step."""
     seed: int = Field(0, ge=0, lt=2**31)

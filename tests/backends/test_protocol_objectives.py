@@ -1,4 +1,4 @@
-"""What every train engine must do with objectives of rows: against padded models, whatever the split and the chunks."""
+"""Every train engine computes objectives of rows as padded models do, whatever the split and the chunks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def slow_loss(model: Any, batch: Batch, given: Objective) -> tuple[Tensor, dict[
 
 
 def step_metrics(engine: TrainEngine, batch: Batch, given: Objective) -> dict[str, float]:
-    """What the driver makes of an update whose units are given in two calls."""
+    """Return what the driver makes of an update whose units are given in two calls."""
     half = int(np.searchsorted(batch["unit_B"], 4))
     shares = [batch.select(range(half)), batch.select(range(half, len(batch)))]
     sums = [engine.forward_backward(share.only(given.columns), given, unit_scale(batch)) for share in shares]
@@ -118,7 +118,7 @@ def step_metrics(engine: TrainEngine, batch: Batch, given: Objective) -> dict[st
     ids=lambda value: getattr(value, "kind", None) or value["model_type"],
 )
 def test_loss_and_gradients_are_those_of_padded_rows(tmp_path: Path, given: Objective, config: dict[str, Any]) -> None:
-    """Of all weights, packed with shared prompts: in one micro-batch and one chunk of logits, and in many of both."""
+    """All weights get them, packed with shared prompts, in one micro-batch and chunk of logits as in many of both."""
     folder, batch = write_model(tmp_path, config), rows_of(given)
     changes = REWARD if given.of_scores else {}
     engine: Any = build_engine(train_config(folder, "ddp", micro_batch_tokens=10_000, **changes))
@@ -185,7 +185,7 @@ def test_a_new_reward_model_learns_from_a_tie(make: Make) -> None:
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=12.0)], ids=["whole", "adapters"])
 def test_a_policy_that_is_its_reference(tmp_path: Path, lora: Lora | None) -> None:
-    """What the papers' losses are before the first step; with adapters the reference is the model without them."""
+    """They are the papers' before the first step; with adapters the reference is the model without them."""
     folder, rows = write_model(tmp_path, QWEN2), make_units()
     for kind, value in (("dpo", np.log(2)), ("ipo", 25), ("hinge", 1), ("apo_zero", 1), ("sppo", 50), ("kto", 0.5)):
         engine, given = build_engine(train_config(folder, lora=lora, micro_batch_tokens=40)), objective(kind)

@@ -24,7 +24,7 @@ class Outcome:
         return [step["grad_norm"] for step in self.ranks[0]["history"]]
 
     def objectives(self) -> list[dict[str, float]]:
-        """What the ranks reported together of each step with an objective."""
+        """Return what the ranks reported together of each step with an objective."""
         steps = zip(*(rank["objectives"] for rank in self.ranks), strict=True)
         return [{name: sum(rank.get(name, 0) for rank in ranks) for name in {*ranks[0], *ranks[-1]}} for ranks in steps]
 

@@ -19,7 +19,7 @@ Anchor = Literal["current", "trainer", "sampler"]
 # single sequences), or over those sequences that are chosen or rejected.
 Reduction = Literal["token_mean", "token_max", "update_mean", "unit_mean", "chosen_mean", "rejected_mean"]
 UNIT_REDUCTIONS: Mapping[Reduction, str] = {"unit_mean": "units", "chosen_mean": "chosen", "rejected_mean": "rejected"}
-"""What an engine counts for the mean over units, or those sequences of them."""
+"""Names what an engine counts for the mean over units, or those sequences of them."""
 KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through"]
 
 LossAggregation = Annotated[

@@ -30,7 +30,7 @@ ASKED, ANSWERED = TALK[:2], TALK[2:3]
 
 
 def texts(values: dict[str, Any], unit: Unit = "token", template: str = CHATML, **data: Any) -> list[list[str]]:
-    """What is seen and what is learned by turns, of each sequence."""
+    """Return what is seen and what is learned by turns, of each sequence."""
     section = RowsSection(train="x.jsonl", rows_per_step=1, max_tokens=500, **data)
     with ChatRenderer(template, {}, library=False) if template else nullcontext() as chats:
         config = RowsConfig(rows=section, eval=None, unit=unit)
