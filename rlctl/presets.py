@@ -72,9 +72,11 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     from jinja2 import Template
 
     from specs.load.load import load_spec
+    from specs.schema.recipes import sampling_of
 
     run = load_spec(spec, [])
-    actor, rollout = run.lead_section, getattr(run, "rollout", None)
+    actor, sampling = run.lead_section, sampling_of(run)
+    rollout = sampling.rollout if sampling is not None else None
     apart = rollout is not None and rollout.first_node >= actor.nodes
     each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes if rollout else 0
     named = {place for role in run.roles for place in run.gpus(role)}

@@ -224,8 +224,10 @@ class Page:
             for name, field in recipe.model_fields.items():
                 found.setdefault(name, {}).update(dict.fromkeys(tables_of(field.annotation)))
         known = {table for tables in self.place for table in tables}
+        known |= {table for field in RlSpec.model_fields.values() for table in tables_of(field.annotation)}
         for name, tables in found.items():
-            if new := tuple(table for table in tables if table not in known and name not in BASE):
+            wider = {base for table in tables for base in table.__mro__[1:]}  # a table with more keys is there
+            if new := tuple(table for table in tables if table not in known | wider and name not in BASE):
                 self.section(name, new, f"### `[{name}]`, to learn from rows")
 
 
@@ -251,7 +253,7 @@ def about(tables: Sequence[type[Table]]) -> str:
 def render() -> str:
     page = Page()
     page.lines = [INTRO, "`schema = 1` stands first. Sections of reinforcement learning:", ""]
-    fields = {name: RlSpec.model_fields[name] for name in sorted(RlSpec.model_fields, key=lambda name: name in LAST)}
+    fields = dict(sorted(RlSpec.model_fields.items(), key=lambda item: (item[0] in LAST, not item[1].is_required())))
     sections = {name: found for name, field in fields.items() if (found := tables_of(field.annotation))}
     titles = {name: f"[[{name}]]" if is_list(field.annotation) else f"[{name}]" for name, field in fields.items()}
     for name, tables in sections.items():

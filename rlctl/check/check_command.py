@@ -12,7 +12,6 @@ from rlctl.check.findings import Findings, examine, notes_of
 from rlctl.check.meaning import as_dict
 from rlctl.processes.placement import Plan
 from specs.errors import SpecError
-from specs.schema.recipes import RlSpec
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 
@@ -53,7 +52,7 @@ def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: L
     from rlctl.preflight.judge_address import address_problems
     from rlctl.show.screen import Screen
 
-    if isinstance(spec, RlSpec) and (problems := address_problems(spec)):
+    if problems := address_problems(spec):
         return replace(findings, problems=problems)
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
     with Screen(stderr=True).status(f"probe: {what} …"):

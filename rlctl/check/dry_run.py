@@ -19,7 +19,7 @@ from specs.errors import SpecError
 from specs.load.load import load_spec
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import TrainTable, engine_of
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import sampling_of
 from specs.schema.spec import Spec
 
 _INHERITED = """\
@@ -48,10 +48,10 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     print(_ELSEWHERE if elsewhere else _INHERITED)
     turns = "take turns on their devices" if plan.colocated else "keep their devices"
     print(f"trainers and rollout {turns}; addresses, ports and the run's secret are made at the start")
-    if isinstance(spec, RlSpec):
-        transport, why = choose_transport(spec)
+    if (sampling := sampling_of(spec)) is not None:
+        transport, why = choose_transport(sampling)
         print(f"weights travel from actor to rollout by {transport} ({why})")
-        if most := spec.rollout.max_staleness:
+        if most := sampling.rollout.max_staleness:
             print(f"sampling runs ahead of learning by up to {counted(most, 'step')}")
     for note in notes:
         print(f"\nnote: {note}")

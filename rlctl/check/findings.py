@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.check.own_functions import Called, RewardCall, call_functions
+from rlctl.check.own_functions import RewardCall, call_functions
 from rlctl.memory.fit import fit_problems
 from rlctl.preflight.data_files import first_row
 from rlctl.processes.placement import Plan, make_plan
@@ -17,7 +17,7 @@ from specs.errors import NotHere, Problem, SpecError
 from specs.load.load import parse
 from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_warnings
-from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.recipes import RowsSpec
 from specs.schema.spec import Spec
 from workers.data.first_rows import FirstRows
 
@@ -63,7 +63,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     spec, problems, warnings = checked(spec, spec_dir, elsewhere=elsewhere)
     lacking = [one for one in warnings if isinstance(one, NotHere)]
     known = {problem.key for problem in [*problems, *lacking]}
-    called = call_functions(spec, spec_dir, known) if isinstance(spec, RlSpec) else Called()
+    called = call_functions(spec, spec_dir, known)
     problems = [*problems, *called.errors]
     if elsewhere:
         warnings, notes = notes_of(warnings, notes)

@@ -17,7 +17,7 @@ from rlctl.processes.placement import Plan
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of, not_known
 from specs.schema.rank_groups import mesh_of, shard_groups
-from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.recipes import RlSpec, RowsSpec, sampling_of
 from specs.schema.roles import REF, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 
@@ -43,8 +43,8 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
     if spec is None:
         return found
     found |= {"batch": _batch(spec), "reference": _reference(spec)}
-    if isinstance(spec, RlSpec):
-        transport, why = choose_transport(spec)
+    if (sampling := sampling_of(spec)) is not None:
+        transport, why = choose_transport(sampling)
         found["sync"] = {"transport": transport, "why": why, "to": _links(spec, plan) if plan else []}
     if plan is not None:
         found |= {"placement": _placement(spec), "hosts": _hosts(spec, plan)}

@@ -25,7 +25,7 @@ from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import devices_of_a_process
-from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.recipes import RowsSpec, sampling_of
 from specs.schema.role_section import ModelRole
 from specs.schema.roles import DATA, ROLES, RoleName
 from specs.schema.spec import Spec
@@ -131,15 +131,19 @@ def _one_update(spec: Spec, role: RoleName, body: dict[str, Any]) -> RoleRequest
     if isinstance(section, ModelRole):  # one process computes what a group of the run shares
         body |= {"micro_batch_tokens": section.row_tokens, "sequence_parallel": 1}
         sequences = max(1, section.row_tokens // spec.max_sequence_tokens)
-    prompt, longest = spec.max_prompt_tokens or 1, spec.max_sequence_tokens  # of a row, all but one token may learn
+    prompt, longest = spec.max_prompt_tokens, spec.max_sequence_tokens
+    if ROLES[role].samples:
+        longest = spec.longest_tokens(role)
+    elif isinstance(spec, RowsSpec):
+        prompt = 1  # of a row, all but one token may learn
     if isinstance(spec, RowsSpec) and spec.objective.unit == "pair" and isinstance(section, ModelRole):
         longest = min(longest, section.row_tokens // 2)
         sequences = section.row_tokens // longest // 2 * 2
     sequences = min(sequences, spec.samples_per_step)
     shape = UpdateShape(sequences=sequences, prompt_tokens=prompt, response_tokens=longest - prompt)
     sampling: dict[str, Any] = {}
-    if isinstance(spec, RlSpec):
-        sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
+    if (samples := sampling_of(spec)) is not None:
+        sampling = {key: getattr(samples.rollout, key) for key in ("temperature", "top_p", "top_k")}
     loss = spec.losses.get(role, spec.losses[spec.lead])
     return RoleRequest(body=body, shape=shape, loss=loss.model_dump(mode="json"), sampling=sampling)
 

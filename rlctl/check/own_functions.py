@@ -20,10 +20,13 @@ from rlctl.preflight.interpreters import own_path
 from rlctl.processes.placement import package_root
 from specs.errors import DataError, Problem, RewardError
 from specs.rules.all_rules import with_values
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
 from specs.schema.rewards import Function
+from specs.schema.role_section import LearningRole
 from specs.schema.row_values import gold_answer
-from specs.schema.sections import is_hub_data
+from specs.schema.rows import RowsSection
+from specs.schema.sections import DataSection, is_hub_data
+from specs.schema.spec import Spec
 from workers.data.prompts import prompt_of
 from workers.data.row_source import DataRow, read_rows
 from workers.grading.pool import GraderPool
@@ -55,18 +58,20 @@ class Called:
     calls: list[RewardCall] = field(default_factory=list)
 
 
-def call_functions(spec: RlSpec, spec_dir: Path, known: Collection[str] = ()) -> Called:
+def call_functions(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> Called:
     """Call each function. Keys in `known` have been found wrong already."""
-    found = Called()
+    found, sampling = Called(), sampling_of(spec)
     for key, path in spec.own_functions.items():
         which = key.rpartition(".")[2].partition("_")[0]
-        if key not in known and (wrong := _wrong(spec, spec_dir, which, path)):
+        if key not in known and (wrong := _wrong(spec.lead_section, spec_dir, which, path)):
             found.errors.append(Problem(key, *wrong))
-    terms = {f"reward.terms.{n}.path": one for n, one in enumerate(spec.reward.terms) if isinstance(one, Function)}
+    terms = {f"reward.terms.{n}.path": one for n, one in enumerate(spec.reward_terms) if isinstance(one, Function)}
     terms = {key: term for key, term in terms.items() if not {key, "reward.python"} & set(known)}
-    row = _first_row(spec, spec_dir) if terms else None
+    if sampling is None or not terms:
+        return replace(found, errors=with_values(spec, found.errors))
+    row = _first_row(sampling, spec_dir)
     with ExitStack() as stack:
-        importing = {key: stack.enter_context(_pool(spec, spec_dir, term)) for key, term in terms.items()}
+        importing = {key: stack.enter_context(_pool(sampling, spec_dir, term)) for key, term in terms.items()}
         for key, pool in importing.items():
             try:
                 pool.wait_ready()
@@ -74,19 +79,19 @@ def call_functions(spec: RlSpec, spec_dir: Path, known: Collection[str] = ()) ->
                 found.errors.append(Problem(key, error.message, error.hint))
                 continue
             if row is not None:
-                _call(spec, key, terms[key].path, pool, row, found)
+                _call(sampling, key, terms[key].path, pool, row, found)
     return replace(found, errors=with_values(spec, found.errors), warnings=with_values(spec, found.warnings))
 
 
 # ── an advantage, a loss ──────────────────────────────────────────────────────────────────────────
 
 
-def _wrong(spec: RlSpec, spec_dir: Path, which: str, path: str) -> tuple[str, str] | None:
+def _wrong(actor: LearningRole, spec_dir: Path, which: str, path: str) -> tuple[str, str] | None:
     """Return what is wrong with it, and a hint."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")}
-    env |= spec.actor.env if which == "loss" else {}
+    env |= actor.env if which == "loss" else {}
     env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
-    python = (own_path(spec.actor, spec_dir) if which == "loss" else "") or sys.executable
+    python = (own_path(actor, spec_dir) if which == "loss" else "") or sys.executable
     command = [python, "-B", "-P", "-m", "workers.offline.call_own_function", which, str(spec_dir / path)]
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S, check=False)
@@ -104,11 +109,11 @@ def _wrong(spec: RlSpec, spec_dir: Path, which: str, path: str) -> tuple[str, st
 # ── rewards ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _call(spec: RlSpec, key: str, path: str, pool: GraderPool, row: DataRow, found: Called) -> None:
+def _call(spec: SamplingSpec, key: str, path: str, pool: GraderPool, row: DataRow, found: Called) -> None:
     """Call one function with the row's own answer. What code alone can mend is an error."""
-    answer = row.values.get(spec.data.answer_column)
+    answer = row.values.get(spec.answer_column)
     completion = "" if answer is None else gold_answer(answer)
-    (grade,) = pool.grade([GradeRequest(0, _prompt(row, spec), row.values, completion, 1)])
+    (grade,) = pool.grade([GradeRequest(0, _prompt(row, spec.data_section), row.values, completion, 1)])
     found.calls.append(RewardCall(path, row.where, completion, grade.values[0] if grade.values else None, grade.text))
     if grade.cause:
         why = f"{path.rpartition(':')[2]}, called with the first row, gives no score: {last_line(grade.text)}"
@@ -116,24 +121,25 @@ def _call(spec: RlSpec, key: str, path: str, pool: GraderPool, row: DataRow, fou
         problems.append(Problem(key, why, f"see {row.where}"))
 
 
-def _pool(spec: RlSpec, spec_dir: Path, term: Function) -> GraderPool:
+def _pool(spec: SamplingSpec, spec_dir: Path, term: Function) -> GraderPool:
     """Start the process that imports one function."""
     return GraderPool(
         [term.model_dump(mode="json")],
-        Setting(spec.data.answer_column, spec.data.max_response_tokens, str(spec_dir)),
+        Setting(spec.answer_column, spec.max_response_tokens, str(spec_dir)),
         workers=1,
-        timeout_s=spec.reward.timeout_s,
+        timeout_s=spec.grading.timeout_s,
         log_path=Path(os.devnull),
         start_timeout_s=IMPORT_TIMEOUT_S,
         labels=("",),
-        python=own_path(spec.reward, spec_dir) or sys.executable,
-        env={**spec.reward.env, "PYTHONDONTWRITEBYTECODE": "1"},
+        python=own_path(spec.grading, spec_dir) or sys.executable,
+        env={**spec.grading.env, "PYTHONDONTWRITEBYTECODE": "1"},
     )
 
 
-def _first_row(spec: RlSpec, spec_dir: Path) -> DataRow | None:
-    """Return the first row of `data.train`, or of the first evaluation set that can be read. Nothing is downloaded."""
-    for source in [spec.data.train, *(one.data for one in spec.evaluations if one.data)]:
+def _first_row(spec: SamplingSpec, spec_dir: Path) -> DataRow | None:
+    """Return the first row that completions are graded with, of a source that can be read. Nothing is downloaded."""
+    trained_on, evaluated = [*spec.data_section.named.values()], [one.data for one in spec.evaluations if one.data]
+    for source in [*trained_on, *evaluated] if isinstance(spec, RlSpec) else [*evaluated, *trained_on]:
         with suppress(DataError):
             row = None if is_hub_data(source) else next(read_rows(source, split="", base=spec_dir, max_rows=1), None)
             if row is not None and not row.problem:
@@ -141,10 +147,13 @@ def _first_row(spec: RlSpec, spec_dir: Path) -> DataRow | None:
     return None
 
 
-def _prompt(row: DataRow, spec: RlSpec) -> str:
+def _prompt(row: DataRow, section: DataSection | RowsSection) -> str:
     """Return the row's prompt before any chat template; of messages, their texts."""
     with suppress(LookupError, ValueError):
-        prompt = prompt_of(row.values, spec.data)
+        if isinstance(section, DataSection):
+            prompt = prompt_of(row.values, section)
+        else:
+            prompt = row.values[section.prompt_column]
         messages = prompt if isinstance(prompt, list) else []
         texts = "\n".join(str(one.get("content", "")) for one in messages if isinstance(one, dict))
         return prompt if isinstance(prompt, str) else texts

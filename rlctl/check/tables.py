@@ -16,7 +16,7 @@ from specs.packages import page
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.rank_groups import RankGroup, mesh_of, sequence_groups, shard_groups
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
@@ -187,9 +187,9 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
         tokens += f",\n       {spec.lead_section.row_tokens} in a row that {of['sequence_parallel']} ranks share"
     held = f"{_named(ref['model'])} ({ref['why']}), held by {ref['engine']} on {_devices(ref['devices'])}"
     lines = {"step": _step(spec, of), "run": run, "tokens": tokens, "ref": held if ref["loaded"] else ref["why"]}
-    if isinstance(spec, RlSpec):
-        lines["sync"] = _way(spec, meaning["sync"])
-        if ahead := spec.rollout.max_staleness:
+    if (sampling := sampling_of(spec)) is not None:
+        lines["sync"] = _way(sampling, meaning["sync"])
+        if ahead := sampling.rollout.max_staleness:
             when, old = (f"the next {ahead} steps", f"1 to {ahead} steps") if ahead > 1 else ("the next step", "1 step")
             every = f"every {ahead} steps" if ahead > 1 else "every step"
             drawn = f"the samples of {when} are drawn while the actor learns"
@@ -220,7 +220,7 @@ def _step(spec: Spec, of: dict[str, Any]) -> str:
     return step
 
 
-def _way(spec: RlSpec, sync: dict[str, Any]) -> str:
+def _way(spec: SamplingSpec, sync: dict[str, Any]) -> str:
     """Say how weights travel."""
     way = f"weights travel by {sync['transport']} ({sync['why']})"
     if sync["transport"] != "shm":

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,15 @@ from numpy.typing import NDArray
 from rlctl.loop import finite_check
 from rlctl.loop.clock import Clock
 from rlctl.loop.residency import Residency
+from rlctl.loop.sampling import Sampler
+from rlctl.loop.scores.term_scores import ScoreModel
 from rlctl.loop.step_metrics import RankReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.eval_sets import Evaluation
 from specs.schema.rank_groups import sequence_parallel_of
-from specs.schema.roles import RoleName
+from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies, partition
 from specs.wire.as_built import ModelBuilt
@@ -30,9 +33,11 @@ from specs.wire.messages import COLUMNS, Message, Verb
 from specs.wire.sequence_work import SequenceWork
 
 if TYPE_CHECKING:
+    from rlctl.loop.recovery import SteadyGrading, SteadySync
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
     from rlctl.show.progress import Progress
+    from specs.schema.recipes import SamplingSpec
 
 
 Arrived = Callable[[Evaluation, int, int], None]  # of an evaluation, so many completions of all
@@ -148,6 +153,27 @@ class Driver(ABC):
         self.residency.enter(phase, step=step)
         with self.clock.measure(phase):
             yield
+
+    # ── samples ───────────────────────────────────────────────────────────────────────────────────
+
+    def make_sampler(
+        self,
+        spec: SamplingSpec,
+        groups: Mapping[str, Group],
+        sync: SteadySync,
+        grading: SteadyGrading | None = None,
+    ) -> Sampler:
+        """Return what samples completions and has them graded, also by a reward model where a term asks one."""
+        model: ScoreModel | None = None
+        if (group := groups.get(REWARD_MODEL)) is not None:
+            number = next(index for index, term in enumerate(spec.reward_terms) if term.graded_by == "model")
+
+            def begin(step: int) -> None:
+                self.progress.phase("score")
+                self.residency.enter("score", step=step)
+
+            model = ScoreModel(group, number, begin, partial(self._shares, group=group, whole=True))
+        return Sampler(spec, groups["data"], groups["rollout"], groups["reward"], self.clock, sync, model, grading)
 
     # ── columns ───────────────────────────────────────────────────────────────────────────────────
 

@@ -32,7 +32,7 @@ from specs.wire.messages import Verb
 if TYPE_CHECKING:
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
-    from specs.schema.recipes import RlSpec
+    from specs.schema.recipes import SamplingSpec
     from specs.wire.messages import Message
 
 State = frozenset[str]
@@ -101,7 +101,7 @@ METRICS: tuple[Metric, ...] = tuple(
 SLEEP_LEVEL: Level = 2  # weights are dropped: a sync always follows before the next token
 
 
-def sleep_level(spec: RlSpec) -> Level:
+def sleep_level(spec: SamplingSpec) -> Level:
     """How deep the rollout sleeps while others train."""
     return 1 if spec.rollout_applies_adapters else SLEEP_LEVEL
 

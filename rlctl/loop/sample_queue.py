@@ -38,11 +38,14 @@ from specs.errors import CheckpointError
 from specs.schema.metric import Metric, metrics
 from specs.schema.recipes import RlSpec
 from specs.wire.batch import Batch
-from specs.wire.bodies import PromptsDrawn
+from specs.wire.bodies import Prompts, PromptsDrawn
+from specs.wire.messages import Verb
+from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Generation
     from rlctl.processes.calls import Call
+    from specs.wire.messages import Message
 
 # What of `Scored` is no column.
 GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
@@ -148,7 +151,7 @@ class SampleQueue:
         spec, refills = self.spec, 0
         algorithm, wanted = spec.algorithm, spec.data.prompts_per_step
         while refills < algorithm.max_refills and (count := missing_groups(drawn, wanted)):
-            prompts = self.sampler.training_prompts(self.sampler.ask(self.position, count, generation.step).result()[0])
+            prompts = self.prompts_of(self.ask(count, generation.step).result()[0])
             self.position, refills = self.position + count, refills + 1
             generation.extend(prompts)
             drawn = generation.finish()
@@ -164,7 +167,7 @@ class SampleQueue:
             return
         prompts, ends = self._draw(last - first + 1, step)
         for index, batch_step in enumerate(range(first, last + 1)):
-            generation = self.sampler.start(prompts[index], self.sampler.training(), batch_step, show=SAMPLES_SHOWN)
+            generation = self.sampler.start(prompts[index], self._sampling(), batch_step, show=SAMPLES_SHOWN)
             self.line.append(Planned(batch_step, self.position, ends[index], generation))
             self.position = ends[index]
         if self.max_staleness and not self.spec.algorithm.dynamic_sampling:  # refills would move the cursor
@@ -174,21 +177,49 @@ class SampleQueue:
         """Prompts to send out next, drawn while others are sampled, so that nobody waits for them."""
         self._prompts = None
         if batches > 0:
-            self._prompts = (self.position, batches, self._ask(batches, step))
+            self._prompts = (self.position, batches, self.ask(batches * self.spec.data.prompts_per_step, step))
 
     def _draw(self, batches: int, step: int) -> tuple[list[PromptBatch], list[int]]:
         """Prompts of so many steps, and the cursor after each."""
         if self._prompts is None or self._prompts[:2] != (self.position, batches):
-            self._prompts = (self.position, batches, self._ask(batches, step))
+            self._prompts = (self.position, batches, self.ask(batches * self.spec.data.prompts_per_step, step))
         answer, self._prompts = self._prompts[2].result()[0], None
         each = self.spec.data.prompts_per_step
         ends = [self.position + each * (index + 1) for index in range(batches)]
         assert PromptsDrawn.of(answer).position == ends[-1], "the training data has no end"
-        prompts = self.sampler.training_prompts(answer)
+        prompts = self.prompts_of(answer)
         return [prompts.select(chosen) for chosen in np.split(np.arange(len(prompts.batch)), batches)], ends
 
-    def _ask(self, batches: int, step: int) -> Call:
-        return self.sampler.ask(self.position, batches * self.spec.data.prompts_per_step, step)
+    def ask(self, prompts: int, step: int) -> Call:
+        """Have so many prompts drawn, each repeated for its group and, where the advantage compares with it, for a
+        greedy completion; the answer also has the cursor after them."""
+        size = self.spec.algorithm.group_size + self._greedy_rows
+        request = Prompts(what="train", position=self.position, count=prompts, group_size=size)
+        return self.sampler.data.post(Verb.PROMPTS, request, step=step)
+
+    def prompts_of(self, answer: Message) -> PromptBatch:
+        """Return the prompts that `ask` asked for; of each group that has one the last is for the greedy
+        completion."""
+        prompts, size = PromptBatch.of(answer), self.spec.algorithm.group_size
+        if not self._greedy_rows:
+            return prompts
+        greedy_B = np.tile(np.arange(size + 1) == size, len(prompts.batch) // (size + 1))
+        return PromptBatch(prompts.batch.with_columns(greedy_B=greedy_B.astype(np.uint8)), prompts.rows)
+
+    @property
+    def _greedy_rows(self) -> int:
+        return int(self.spec.algorithm.advantage.greedy_baseline)
+
+    def _sampling(self) -> Sampling:
+        """Return how the samples that are learned from are drawn."""
+        rollout = self.spec.rollout
+        return Sampling(
+            seed=self.spec.run.seed,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_response_tokens=self.spec.data.max_response_tokens,
+        )
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 

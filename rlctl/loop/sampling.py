@@ -16,7 +16,7 @@ from rlctl.loop.scores.graders import HOME, Graders, Grading
 from rlctl.loop.scores.term_scores import TermScores, add_up, of_judges
 from rlctl.processes.calls import RanksFailed
 from specs.schema.metric import Metric, metrics
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec
 from specs.schema.rewards import MAX_SCORE
 from specs.schema.spec import RewardSection
 from specs.wire import bodies
@@ -27,7 +27,7 @@ from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from rlctl.loop.clock import Clock
-    from rlctl.loop.recovery import SteadySync
+    from rlctl.loop.recovery import SteadyGrading, SteadySync
     from rlctl.loop.scores.term_scores import ScoreModel
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
@@ -71,40 +71,28 @@ class Sampler:
 
     def __init__(
         self,
-        spec: RlSpec,
+        spec: SamplingSpec,
         data: Group,
         rollout: Group,
         reward: Group,
         clock: Clock,
         sync: SteadySync,
         score_model: ScoreModel | None = None,
+        grading: SteadyGrading | None = None,
     ) -> None:
         """`clock` measures the grading beyond the sampling. `sync` restores failed replicas, and gives the rollout its
-        weights where a reward model has taken their place on the device."""
+        weights where a reward model has taken their place on the device. `grading` restores failed graders; None:
+        nothing does."""
         self.score_model = score_model
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.graders = Graders(reward)
-        self.judged = any(term.graded_by == "judge" for term in spec.reward.terms)
-        self.clock, self.sync = clock, sync
+        self.judged = any(term.graded_by == "judge" for term in spec.reward_terms)
+        self.clock, self.sync, self.grading = clock, sync, grading
 
-    def ask(self, position: int, count: int, step: int) -> Call:
-        """Have so many prompts drawn, each repeated for its group and, where the advantage compares with it, for a
-        greedy completion; the answer also has the cursor after them."""
-        size = self.spec.algorithm.group_size + self._greedy_rows
-        request = bodies.Prompts(what="train", position=position, count=count, group_size=size)
-        return self.data.post(Verb.PROMPTS, request, step=step)
-
-    def training_prompts(self, answer: Message) -> PromptBatch:
-        """Return the prompts that `ask` asked for; of each group that has one the last is for the greedy completion."""
-        prompts, size = PromptBatch.of(answer), self.spec.algorithm.group_size
-        if not self._greedy_rows:
-            return prompts
-        greedy_B = np.tile(np.arange(size + 1) == size, len(prompts.batch) // (size + 1))
-        return PromptBatch(prompts.batch.with_columns(greedy_B=greedy_B.astype(np.uint8)), prompts.rows)
-
-    @property
-    def _greedy_rows(self) -> int:
-        return int(self.spec.algorithm.advantage.greedy_baseline)
+    def restore_graders(self, step: int) -> None:
+        """Let restarted processes of the reward role grade again."""
+        if self.grading is not None and self.grading.restore(step):
+            self.graders.hand_out()
 
     def held_out(self, one: Evaluation, step: int) -> PromptBatch:
         """Prompts for an evaluation, each as often as it is completed."""
@@ -113,22 +101,10 @@ class Sampler:
         )
         return PromptBatch.of(self.data.call(Verb.PROMPTS, request, step=step)[0])
 
-    def training(self) -> Sampling:
-        """How the samples that are learned from are drawn."""
-        rollout = self.spec.rollout
-        return Sampling(
-            seed=self.spec.run.seed,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_response_tokens=self.spec.data.max_response_tokens,
-        )
-
     def measured(self, one: Evaluation) -> Sampling:
         """How the samples of an evaluation are drawn."""
         chance = {"temperature": one.temperature, "top_p": one.top_p} if one.temperature > 0 else {"greedy": True}
-        most = self.spec.data.max_response_tokens
-        return Sampling(seed=self.spec.run.seed, max_response_tokens=most, **chance)
+        return Sampling(seed=self.spec.run.seed, max_response_tokens=self.spec.max_response_tokens, **chance)
 
     def start(
         self,
@@ -251,7 +227,7 @@ class Generation:
         with self._sampler.clock.grading():
             self._wait_for_scores()
             found = [TermScores.concat(parts) for parts in self._scores.values()]
-            scored = Scored.gather(batches, found, self._sampler.spec.reward, greedy_B)
+            scored = Scored.gather(batches, found, self._sampler.spec.grading, greedy_B)
         drawn = Drawn(in_id_order(Batch.concat(batches)), scored)
         return drawn if greedy_B is None else drawn.with_baseline(greedy_B)
 

@@ -69,12 +69,6 @@ METRICS: tuple[Metric, ...] = (
         meaning="FLOPs of the rank with most work by the average of all: how much longer the others wait.",
         when="a role that learns has several ranks, and its engine counts FLOPs",
     ),
-    Metric(
-        name="critic/explained_variance",
-        unit="share",
-        meaning="Of the returns' variance, what the critic's values before the update explain.",
-        when="with a critic, unless all returns are the same",
-    ),
 )
 
 
@@ -124,7 +118,6 @@ def collect(
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
         **{f"reward/{name}": value for name, value in scored.counts.items()},
         **of_updates(losses, updates),
-        **_explained(batch, scored),
         "rollout/length_mean": float(tokens_R.mean()),
         "rollout/length_max": int(tokens_R.max()),
         "rollout/finished": float(rollouts.all(batch["finished_B"] != 0).mean()),
@@ -203,17 +196,6 @@ def _work(reports: Sequence[RankReport]) -> dict[str, int]:
             max((report.sums["micro_batch_tokens_max"] for report in reports), default=0)
         ),
     }
-
-
-def _explained(batch: Batch, scored: Scored) -> dict[str, float]:
-    """Share of the returns' variance that the critic's values, from before the update, explain: 1 - Var(R - V) / Var(R)
-    over the loss tokens of graded samples. Left out where all returns are the same."""
-    if "return_T" not in batch:
-        return {}
-    graded_T = (batch["loss_mask_T"] > 0) & np.repeat(scored.scored_B, batch["length_B"])
-    value_N, return_N = (batch[name][graded_T].astype(np.float64) for name in ("value_T", "return_T"))
-    variance = float(return_N.var()) if len(return_N) else 0.0
-    return {"critic/explained_variance": 1 - float((return_N - value_N).var()) / variance} if variance > 0 else {}
 
 
 def _reduced(metric: LossMetric, updates: RankReports) -> float:

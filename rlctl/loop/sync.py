@@ -19,7 +19,7 @@ from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
 from specs.rounding import Tolerance
 from specs.schema.metric import Metric, metrics
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec
 from specs.schema.role_section import DType
 from specs.schema.roles import ACTOR, ROLLOUT
 from specs.schema.spec import WeightForm
@@ -58,7 +58,7 @@ METRICS: tuple[Metric, ...] = metrics(
 )
 
 
-def probe_tolerance(spec: RlSpec) -> Tolerance:
+def probe_tolerance(spec: SamplingSpec) -> Tolerance:
     """Return what the behaviour probe allows."""
     if spec.rollout.max_probe_gap is not None:
         return Tolerance(spec.rollout.max_probe_gap)

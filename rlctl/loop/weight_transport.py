@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.processes.placement import LOOPBACK, Plan
 from specs.rules.transport_rules import choose_transport, same_host
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec
 from specs.schema.spec import TransportKind
 from workers.transports import checksum_of, sweep
 from workers.transports.base import FOLDER_PREFIX
@@ -32,7 +32,7 @@ class Transport:
         return f"{self.kind} ({self.why})"
 
 
-def plan_transport(spec: RlSpec, spec_dir: Path, run_dir: Path, plan: Plan) -> Transport:
+def plan_transport(spec: SamplingSpec, spec_dir: Path, run_dir: Path, plan: Plan) -> Transport:
     """The transport that a run of `spec` takes. Creates nothing."""
     kind, why = choose_transport(spec)
     options: dict[str, Any] = {}

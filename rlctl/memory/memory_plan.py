@@ -17,7 +17,7 @@ from specs.schema.engines.engine_table import answered
 from specs.schema.engines.transformers_tables import KEPT_OF_MLP, TrainedHere
 from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR
 from specs.schema.rank_groups import axis_of, devices_of_a_process, sequence_parallel_of
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec, sampling_of
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 
@@ -63,6 +63,7 @@ _QUESTIONS = {"memory": "weights and all that follows from them", "model_of": "a
 
 
 def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
+    sampling = sampling_of(spec)
     for name in spec.roles:
         section: Any = spec.role(name)
         if not ROLES[name].holds_model or section.engine.negligible_memory:
@@ -80,8 +81,8 @@ def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
         if len(open_) < len(asked):  # else no formula needs the model's shape
             model = find_model(spec, name, spec_dir)
             source = model.tensors.source
-            if isinstance(spec, RlSpec) and ROLES[name].samples:
-                of_engine = _rollout(spec, section, model, gpu_GiB)
+            if sampling is not None and ROLES[name].samples:
+                of_engine = _rollout(sampling, section, model, gpu_GiB)
             else:
                 of_engine = _trainer(spec, name, section, model)
             for part in of_engine:
@@ -98,7 +99,7 @@ def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
         yield RoleMemory(name, engine.kind, section.processes, device, width, tuple(parts), source, open_)
 
 
-def _rollout(spec: RlSpec, section: Any, model: Model, gpu_GiB: float) -> Iterator[Part]:
+def _rollout(spec: SamplingSpec, section: Any, model: Model, gpu_GiB: float) -> Iterator[Part]:
     yield from section.engine.memory(replica_of(spec, model.tensors, model.facts, gpu_GiB=gpu_GiB)) or ()
     if spec.sync.delta:
         yield _last_weights(spec, model, "cuda" if section.devices else "cpu")
@@ -110,8 +111,8 @@ def _trainer(spec: Spec, role: RoleName, section: Any, model: Model) -> Iterator
     if section.engine.model_of == "transformers":
         work = _pass(spec, role, section, model, device, min(longest_share(spec, role), section.micro_batch_tokens))
         yield from learning_parts(work) if spec.learns(role) else scoring_parts(work)
-        if role == ACTOR and isinstance(spec, RlSpec):
-            yield from _sync(spec, model, device)
+        if role == ACTOR and (sampling := sampling_of(spec)) is not None:
+            yield from _sync(sampling, model, device)
 
 
 def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, tokens: int) -> Pass:
@@ -145,7 +146,7 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
     )
 
 
-def _sync(spec: RlSpec, model: Model, device: str) -> Iterator[Part]:
+def _sync(spec: SamplingSpec, model: Model, device: str) -> Iterator[Part]:
     """Count a weight that is whole for a moment, in fp32 and as it travels, and the transport's ring or two buckets."""
     size = DTYPE_BYTES[spec.dtype(ROLLOUT)]
     phases: frozenset[Moment] = frozenset({"sync"})
@@ -162,7 +163,7 @@ def _sync(spec: RlSpec, model: Model, device: str) -> Iterator[Part]:
     yield Part("buckets", 2 * bucket, phases, host=travels_on_host, first_rank=True)
 
 
-def _last_weights(spec: RlSpec, model: Model, device: str) -> Part:
+def _last_weights(spec: SamplingSpec, model: Model, device: str) -> Part:
     """Count the weights that changes are counted from, at either end."""
     nbytes = model.tensors.elements * DTYPE_BYTES[spec.dtype(ROLLOUT)]
     return Part("weights sent last", nbytes, exact=True, host=device != "cpu")

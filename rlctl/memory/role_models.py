@@ -17,7 +17,7 @@ from specs.model_facts import ModelFacts, merged_config, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.held_model import HeldTrainer, Replica
 from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec
 from specs.schema.roles import ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -108,7 +108,7 @@ def longest_share(spec: Spec, role: RoleName) -> int:
     return max(ceil(longest / sequence_parallel_of(section)), of_all // processes)
 
 
-def replica_of(spec: RlSpec, tensors: ModelTensors, facts: ModelFacts, *, gpu_GiB: float) -> Replica:
+def replica_of(spec: SamplingSpec, tensors: ModelTensors, facts: ModelFacts, *, gpu_GiB: float) -> Replica:
     """Return what a replica of this spec's rollout holds."""
     rollout = spec.rollout
     return Replica(
@@ -116,9 +116,9 @@ def replica_of(spec: RlSpec, tensors: ModelTensors, facts: ModelFacts, *, gpu_Gi
         tensors=tensors,
         facts=facts,
         dtype=spec.dtype(ROLLOUT),
-        sequences=max([-(-spec.samples_per_step // rollout.processes), *(each.samples for each in spec.evaluations)]),
-        max_sequence_tokens=spec.max_sequence_tokens,
-        max_prompt_tokens=spec.data.max_prompt_tokens,
+        sequences=max([-(-spec.most_drawn // rollout.processes), *(each.samples for each in spec.evaluations)]),
+        max_sequence_tokens=spec.longest_tokens(ROLLOUT),
+        max_prompt_tokens=spec.max_prompt_tokens,
         gpu_GiB=gpu_GiB if rollout.devices else 0.0,
         colocated=spec.colocated,
         lora=spec.actor.lora if spec.rollout_applies_adapters else None,

@@ -17,7 +17,7 @@ from specs.json_file import read_object
 from specs.load.keys import closest
 from specs.model_facts import LAYER_KINDS, NOT_ALONE, merged_config, positions_of, tokens_of_one_rope
 from specs.schema.recipes import RlSpec
-from specs.schema.roles import ROLES, HeadKind, RoleName
+from specs.schema.roles import ROLES, ROLLOUT, HeadKind, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -61,6 +61,10 @@ class ModelCheck:
             self._check_hub(where)
         if not self._bigram:
             self._check_length(spec.longest_tokens(role))
+            if role == spec.lead and spec.generates and not isinstance(spec, RlSpec):
+                keys = "eval.generate.max_prompt_tokens", "eval.generate.max_response_tokens"
+                self._lengths = (f"lower {keys[0]} or {keys[1]}", " + ".join(keys))
+                self._check_length(spec.longest_tokens(ROLLOUT))
             if wrong := self._kind_problem():  # what follows from its kind is not reported beside it
                 self.problems = [problem for problem in self.problems if problem.key != self.key]
                 self._wrong(*wrong)

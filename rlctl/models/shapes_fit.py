@@ -13,13 +13,13 @@ from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import Problem
 from specs.model_facts import ModelFacts, model_facts, shares_out, sharing_degrees
 from specs.schema.rank_groups import devices_of_a_process
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec
 from specs.schema.role_section import Lora
 from specs.schema.roles import ROLES, RoleName
 from specs.text import listed
 
 
-def shard_problems(spec: RlSpec, config: Mapping[str, Any]) -> Iterator[Problem]:
+def shard_problems(spec: SamplingSpec, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield what of the model does not divide by `rollout.engine.tensor_parallel`. `config`: a parsed config.json."""
     facts, parts = model_facts(config), devices_of_a_process(spec.rollout)
     if facts is None or parts == 1:

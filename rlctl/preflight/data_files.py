@@ -15,11 +15,10 @@ from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import NotHere, Problem
 from specs.load.keys import closest
 from specs.schema.recipes import RlSpec, RowsSpec
-from specs.schema.rewards import compares_answer, judged_columns
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
 from specs.wire.finding import Finding
-from specs.wire.role_config import DataConfig, RowsConfig
+from specs.wire.role_config import DataConfig
 from workers.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
 from workers.data.first_rows import FirstRows, first_rows, row_findings
@@ -104,7 +103,7 @@ def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
     """Look at the first rows, with the model's tokenizer and chat template where these are on this machine. Without
     them, or where they are broken, which is reported of the model, rows are only parsed."""
     folder = model_folder(spec.model.path, spec_dir)
-    config = _data_config(spec, spec_dir)
+    config = _config(spec, spec_dir)
     if folder is None:
         return [*first_findings(config, None, None)]
     template = chat_template_of(folder)
@@ -123,13 +122,13 @@ def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
 def _first_rows(spec: RowsSpec, spec_dir: Path) -> list[Finding]:
     """Look at the first rows as a run makes them; without a tokenizer, on which others report, not at all."""
     with _codec_and_chats(spec, spec_dir) as (codec, chats):
-        return [] if codec is None else [*row_findings(_rows_config(spec, spec_dir), codec, chats)]
+        return [] if codec is None else [*row_findings(_config(spec, spec_dir), codec, chats)]
 
 
 def first_row(spec: RowsSpec, spec_dir: Path) -> FirstRows:
     """Return the first row as it is learned; nothing where it is not at hand."""
     with _codec_and_chats(spec, spec_dir) as (codec, chats):
-        return FirstRows() if codec is None else first_rows(_rows_config(spec, spec_dir), codec, chats)
+        return FirstRows() if codec is None else first_rows(_config(spec, spec_dir), codec, chats)
 
 
 @contextmanager
@@ -147,31 +146,16 @@ def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile
         yield codec, chats
 
 
-def _rows_config(spec: RowsSpec, spec_dir: Path) -> DataConfig:
-    about = {"model_path": spec.model.path, "trust_remote_code": False, "spec_dir": str(spec_dir)}
-    return DataConfig(rows=RowsConfig.of(spec), seed=spec.run.seed, **about)
-
-
-def _data_config(spec: RlSpec, spec_dir: Path) -> DataConfig:
-    """Return what the data role would be told, as far as it matters for the first rows."""
-    return DataConfig(
-        model_path=spec.model.path,
-        trust_remote_code=False,
-        spec_dir=str(spec_dir),
-        data=spec.data,
-        evals=spec.evaluations,
-        needs_answer=compares_answer(spec.reward.terms),
-        needs_columns=judged_columns(spec.reward.terms),
-        row_columns=None,
-        seed=spec.run.seed,
-    )
+def _config(spec: Spec, spec_dir: Path) -> DataConfig:
+    """Return what the data role would be told. No code of a tokenizer is run here."""
+    return DataConfig.of(spec, spec.model.path, spec_dir).model_copy(update={"trust_remote_code": False})
 
 
 def _held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
     """Find sets that leave no row of the training data to train on. Reads only as many rows as it needs."""
     held = next(((f"{one.key}.prompts", one.prompts) for one in spec.evaluations if not one.data), None)
-    if isinstance(spec, RowsSpec) and spec.eval is not None and not spec.eval.data:
-        held = ("eval.rows", spec.eval.rows)
+    if isinstance(spec, RowsSpec):
+        held = ("eval.rows", spec.eval.rows) if spec.eval is not None and not spec.eval.data else None
     key, source = next(iter(spec.data_section.named.items()))
     if held is None or is_hub_data(source):
         return []

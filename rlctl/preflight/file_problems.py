@@ -32,7 +32,7 @@ from specs.model_facts import model_facts
 from specs.rules.all_rules import with_values
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
@@ -55,18 +55,17 @@ def file_problems(
     data_errors, data_warnings = check_data(spec, spec_dir)
     errors += [*_new(data_errors, errors), *hostfile_problems(spec, spec_dir)]
     errors += choice_problems(spec, spec_dir, elsewhere=True)
-    if isinstance(spec, RlSpec):
-        errors += function_problems(spec, spec_dir)
+    errors += function_problems(spec, spec_dir)
     warnings += data_warnings
     lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver())]
-    lacking += key_problems(spec) if isinstance(spec, RlSpec) else []
+    lacking += key_problems(spec)
     lacking += _new(choice_problems(spec, spec_dir), errors)
     if elsewhere:
         lacking = [NotHere(one.key, one.message, one.hint, one.value) for one in [*lacking, *_devices(spec)]]
     else:
         (errors if starting else warnings).extend(_devices(spec))
     errors += lacking
-    if starting and isinstance(spec, RlSpec) and not errors:
+    if starting and not errors:
         errors += address_problems(spec)
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     where = run_dir or spec.run.place
@@ -98,7 +97,8 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     for role, other in others.items():
         errors += _kinship(main, other) if ROLES[role].same_tokens else _no_conversations(spec, main, other)
     if spec.lead_engine.model_of != "bigram":
-        errors += shard_problems(spec, main.config) if isinstance(spec, RlSpec) else []
+        if (sampling := sampling_of(spec)) is not None:
+            errors += shard_problems(sampling, main.config)
         for role, section in spec.sections():
             errors += _shapes(role, section, others.get(role, main).config)
         for role, lora in spec.adapters():

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import aclosing
 
 from specs.errors import Problem
-from specs.schema.recipes import RlSpec
 from specs.schema.rewards import Judge
+from specs.schema.spec import Spec
 from specs.text import show
 
 TIMEOUT_S = 5.0
 REFUSED = (401, 403)
 
 
-def key_problems(spec: RlSpec) -> list[Problem]:
+def key_problems(spec: Spec) -> list[Problem]:
     """Find keys that the environment does not have. Nothing is sent."""
     found = []
     for index, term in _judges(spec):
@@ -27,7 +27,7 @@ def key_problems(spec: RlSpec) -> list[Problem]:
     return found
 
 
-def address_problems(spec: RlSpec) -> list[Problem]:
+def address_problems(spec: Spec) -> list[Problem]:
     """Ask each address for its list of models, once; return those that nobody answers at, or that refuse the key."""
     judges = {(term.base_url, term.key_env): index for index, term in reversed(list(_judges(spec)))}
     if not judges:
@@ -58,5 +58,5 @@ async def _ask(base_url: str, key_env: str, term: str) -> Problem | None:
     return None
 
 
-def _judges(spec: RlSpec) -> Iterator[tuple[int, Judge]]:
-    return ((index, term) for index, term in enumerate(spec.reward.terms) if isinstance(term, Judge))
+def _judges(spec: Spec) -> Iterator[tuple[int, Judge]]:
+    return ((index, term) for index, term in enumerate(spec.reward_terms) if isinstance(term, Judge))

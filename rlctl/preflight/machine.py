@@ -18,7 +18,7 @@ from rlctl.show.tracking import missing_package
 from specs.errors import NotHere, Problem
 from specs.memory_parts import GIB
 from specs.model_facts import model_facts
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import sampling_of
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 
@@ -61,10 +61,10 @@ def _ports(spec: Spec) -> list[Problem]:
 def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> Iterator[Problem]:
     """Find folders that the run cannot write to, or make."""
     named = {"run.dir": run_dir.parent}
-    if isinstance(spec, RlSpec):
-        if spec.sync.folder:
-            named["sync.folder"] = spec_dir / Path(spec.sync.folder).expanduser()
-        weights_dir = Path(getattr(spec.rollout.engine, "weights_dir", ""))
+    if (sampling := sampling_of(spec)) is not None:
+        if sampling.sync.folder:
+            named["sync.folder"] = spec_dir / Path(sampling.sync.folder).expanduser()
+        weights_dir = Path(getattr(sampling.rollout.engine, "weights_dir", ""))
         if weights_dir.is_absolute():
             named["rollout.engine.weights_dir"] = weights_dir
     for key, folder in named.items():

@@ -11,18 +11,18 @@ from pathlib import Path
 from rlctl.models.paths import not_found
 from specs.errors import Problem
 from specs.load.keys import closest
-from specs.schema.recipes import RlSpec
 from specs.schema.rewards import Function
+from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
 
 OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
 
 
-def function_problems(spec: RlSpec, spec_dir: Path) -> list[Problem]:
+def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     """Return what is wrong with the files of reward functions, and of the user's own advantage and loss."""
-    terms = enumerate(spec.reward.terms)
+    terms = enumerate(spec.reward_terms)
     paths = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
-    paths |= {f"algorithm.{key}": path for key, path in spec.algorithm.own_functions.items()}
+    paths |= {key: path for key, path in spec.own_functions.items()}
     problems = []
     for key, path in paths.items():
         place, _, name = path.rpartition(":")

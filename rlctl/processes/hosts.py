@@ -19,7 +19,7 @@ from rlctl.processes.remote_check import Questions, checksum_of, sizes_in, this_
 from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import sampling_of
 from specs.schema.rewards import Function
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ROLES, RoleName
@@ -147,7 +147,8 @@ def _files_of(role: RoleName, spec: Spec, spec_dir: Path) -> dict[str, str]:
 
 def _written_to(spec: Spec, spec_dir: Path, run_dir: Path) -> list[str]:
     """Return the folders that ranks of all hosts write to or read from, as far as they are there already."""
-    sent = isinstance(spec, RlSpec) and choose_transport(spec)[0] == "folder" and spec.sync.folder
+    sampling = sampling_of(spec)
+    sent = sampling.sync.folder if sampling is not None and choose_transport(sampling)[0] == "folder" else ""
     folders = [run_dir, *([spec_dir / Path(sent).expanduser()] if sent else [])]
     return [str(_existing(folder)) for folder in folders]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from rlctl.preflight.hostfile import Host, hosts_of
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import RlSpec, sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.sections import ClusterSection
@@ -132,7 +132,7 @@ def make_plan(
     hosts = hosts_of(spec, spec_dir, elsewhere=elsewhere)
     at_once = 2 if _work_at_once(spec) else 1
     for_transport = {}
-    if isinstance(spec, RlSpec) and choose_transport(spec)[0] == "cuda_ipc":
+    if (sampling := sampling_of(spec)) is not None and choose_transport(sampling)[0] == "cuda_ipc":
         for_transport = _without_expandable_segments()
     planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once, for_transport)
     return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), spec.colocated, beyond)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.paths import resolve_model
-from specs.schema.recipes import RlSpec, RowsSpec
-from specs.schema.rewards import compares_answer, judged_columns, reads_whole_rows
+from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
 from specs.schema.roles import DATA, HEADS_OF_FILES, REWARD, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.wire.role_config import (
@@ -16,7 +15,6 @@ from specs.wire.role_config import (
     ModelConfig,
     RewardConfig,
     RolloutConfig,
-    RowsConfig,
     ScoreText,
     TrainConfig,
 )
@@ -32,59 +30,35 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
     """Return the body of the `build` verb for every role of the run."""
     paths = model_paths(spec, spec_dir)
     configs: dict[RoleName, TrainConfig | RolloutConfig | DataConfig | RewardConfig] = {
-        DATA: data_config(spec, paths[DATA], spec_dir)
+        DATA: DataConfig.of(spec, paths[DATA], spec_dir)
     }
-    if isinstance(spec, RlSpec):
-        configs |= {REWARD: _reward(spec, paths, spec_dir, run_dir), ROLLOUT: _rollout(spec, paths[ROLLOUT])}
+    if (sampling := sampling_of(spec)) is not None:
+        configs |= {REWARD: _reward(sampling, paths, spec_dir, run_dir), ROLLOUT: _rollout(sampling, paths[ROLLOUT])}
     configs |= {role: _trainer(spec, role, paths[role]) for role in spec.roles if ROLES[role].is_trainer}
     return {role: config.model_dump(mode="json") for role, config in configs.items()}
 
 
-def data_config(spec: Spec, path: str, spec_dir: Path) -> DataConfig:
-    """Return what the data role reads, with the tokenizer at `path`."""
-    about: dict[str, Any] = {
-        "model_path": path,
-        "trust_remote_code": spec.model.trust_remote_code,
-        "spec_dir": str(spec_dir),
-        "seed": spec.run.seed,
-    }
-    if isinstance(spec, RowsSpec):
-        return DataConfig(rows=RowsConfig.of(spec), **about)
-    assert isinstance(spec, RlSpec)
-    terms = spec.reward.terms
-    judged = judged_columns(terms)
-    return DataConfig(
-        data=spec.data,
-        evals=spec.evaluations,
-        needs_answer=compares_answer(terms),
-        tells_messages=spec.needs_reward_model,
-        needs_columns=judged,
-        row_columns=None if reads_whole_rows(terms) else tuple(dict.fromkeys((spec.data.answer_column, *judged))),
-        **about,
-    )
-
-
-def _reward(spec: RlSpec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: Path) -> RewardConfig:
+def _reward(spec: SamplingSpec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: Path) -> RewardConfig:
     return RewardConfig(
         model_path=paths[REWARD],
         trust_remote_code=spec.model.trust_remote_code,
         spec_dir=str(spec_dir),
-        reward=spec.reward,
-        answer_column=spec.data.answer_column,
-        max_response_tokens=spec.data.max_response_tokens,
+        reward=spec.grading,
+        answer_column=spec.answer_column,
+        max_response_tokens=spec.max_response_tokens,
         run_dir=str(run_dir),
         score_text=_score_text(spec, paths),
-        sources=read_sources([term.model_dump() for term in spec.reward.terms], str(spec_dir)),
+        sources=read_sources([term.model_dump() for term in spec.reward_terms], str(spec_dir)),
     )
 
 
-def _rollout(spec: RlSpec, path: str) -> RolloutConfig:
+def _rollout(spec: SamplingSpec, path: str) -> RolloutConfig:
     return RolloutConfig(
         model=_model(spec, ROLLOUT, path),
         engine=spec.rollout.engine,
         lora=spec.actor.lora if spec.rollout_applies_adapters else None,
-        max_prompt_tokens=spec.data.max_prompt_tokens,
-        max_response_tokens=spec.data.max_response_tokens,
+        max_prompt_tokens=spec.max_prompt_tokens,
+        max_response_tokens=spec.max_response_tokens,
         stop=spec.rollout.stop,
     )
 
@@ -121,7 +95,7 @@ def _model(spec: Spec, role: RoleName, path: str) -> ModelConfig:
     )
 
 
-def _score_text(spec: RlSpec, paths: Mapping[RoleName, str]) -> ScoreText | None:
+def _score_text(spec: SamplingSpec, paths: Mapping[RoleName, str]) -> ScoreText | None:
     """Return how samples become tokens of the run's reward model."""
     if not spec.needs_reward_model:
         return None
@@ -129,5 +103,5 @@ def _score_text(spec: RlSpec, paths: Mapping[RoleName, str]) -> ScoreText | None
         path=paths[REWARD_MODEL],
         trust_remote_code=spec.model.trust_remote_code,
         max_sequence_tokens=spec.longest_tokens(REWARD_MODEL),
-        chat=spec.data.chat,
+        chat=spec.data_section.chat,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +13,21 @@ from rlctl.loop import advantages, correction, covariance, finite_check, step_me
 from rlctl.loop.driver import Arrived, Driver, ModelColumn, StepRecord, UpdateWindow
 from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
+from rlctl.loop.prompt_evaluation import PromptEvaluation
 from rlctl.loop.recovery import SteadyGrading, SteadySync
 from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts, without_truncated
 from rlctl.loop.sample_queue import SampleQueue
-from rlctl.loop.sampling import PromptBatch, Sampler, Scored
-from rlctl.loop.scores import eval_metrics
+from rlctl.loop.sampling import Scored
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.scores.signal_watch import SignalWatch
-from rlctl.loop.scores.term_scores import ScoreModel
 from rlctl.loop.step_metrics import Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
 from specs.schema.algorithms.algorithm import AnyLoss, placed
-from specs.schema.eval_sets import Evaluation
+from specs.schema.metric import Metric
 from specs.schema.recipes import RlSpec
-from specs.schema.roles import ACTOR, REWARD_MODEL, RoleName
+from specs.schema.roles import ACTOR, RoleName
 from specs.wire import bodies
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
@@ -38,6 +36,15 @@ from specs.wire.messages import Verb
 if TYPE_CHECKING:
     from rlctl.processes.group import Group
     from rlctl.show.progress import Progress
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="critic/explained_variance",
+        unit="share",
+        meaning="Of the returns' variance, what the critic's values before the update explain.",
+        when="with a critic, unless all returns are the same",
+    ),
+)
 
 
 class Rl(Driver):
@@ -60,43 +67,22 @@ class Rl(Driver):
         `grading` brings back what is lost of the reward role; None: nothing does."""
         super().__init__(spec, groups, residency, window, progress, built)
         self.spec, self.spec_dir, self.sync = spec, spec_dir, sync
-        self.gap_limits, self.grading = gap_limits, grading
+        self.gap_limits = gap_limits
         self.actor = self.lead
         self.kl = KlController(spec.algorithm)
-        self.sampler = Sampler(
-            spec,
-            groups["data"],
-            groups["rollout"],
-            groups["reward"],
-            self.clock,
-            sync,
-            self._score_model(groups),
-        )
+        self.sampler = self.make_sampler(spec, groups, sync, grading)
+        self.evaluation = PromptEvaluation(self.sampler, self.phase)
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, progress.warning)
         self.signals = SignalWatch(spec, progress.warning)
-        self.eval_prompts: dict[str, PromptBatch] = {}  # by evaluation
         self.correction_metrics: dict[str, float] = {}
-
-    def _score_model(self, groups: Mapping[str, Group]) -> ScoreModel | None:
-        """The model that a term of the reward asks, where there is one."""
-        if (group := groups.get(REWARD_MODEL)) is None:
-            return None
-        terms = self.spec.reward.terms
-        number = next(index for index, term in enumerate(terms) if term.graded_by == "model")
-
-        def begin(step: int) -> None:
-            self.progress.phase("score")
-            self.residency.enter("score", step=step)
-
-        return ScoreModel(group, number, begin, partial(self._shares, group=group, whole=True))
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
     def step(self, step: int) -> StepRecord:
         """Sample, grade, train, and send the weights where samples to come need them. `step` counts from 1."""
         self.clock.start()
-        self.restore_graders(step)
+        self.sampler.restore_graders(step)
         self.sync.resend_if_asleep(step)
         with self.phase("rollout", step):
             drawn = self.queue.take(step)
@@ -112,11 +98,6 @@ class Rl(Driver):
         self.queue.trained()
         self.window.close()
         return self.record(step, batch, drawn.scored, updates, synced)
-
-    def restore_graders(self, step: int) -> None:
-        """Let restarted processes of the reward role grade again."""
-        if self.grading is not None and self.grading.restore(step):
-            self.sampler.graders.hand_out()
 
     def begin(self, done: int) -> None:
         """Before the first step of an attempt: the rollout gets the weights that the actor has after `done` steps."""
@@ -139,14 +120,14 @@ class Rl(Driver):
         """Return the outcome of the step. Warn of what went wrong in it without ending the run."""
         least, times = self.spec.algorithm.advantage.min_group, self.clock.metrics()
         metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, times, least)
-        metrics |= correction.diagnostics(batch) | self.correction_metrics
+        metrics |= explained(batch, scored) | correction.diagnostics(batch) | self.correction_metrics
         rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
         metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.signals.see(metrics, scored, step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
-        if self.grading is not None:
-            metrics |= self.grading.metrics()
+        if self.sampler.grading is not None:
+            metrics |= self.sampler.grading.metrics()
         return StepRecord(metrics, scored.samples)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────
@@ -262,28 +243,7 @@ class Rl(Driver):
         """Metrics of every set of prompts, with the weights after `step` steps, and all of the completions. `arrived`
         is told of each set how many completions of all are here."""
         self.send_weights(step)
-        record = StepRecord({}, [])
-        for one in self.spec.evaluations:
-            self.sync.resend_if_asleep(step)  # a reward model may have graded the set before
-            with self.phase("rollout", step, f"evaluation {one.name}"):
-                self._evaluate(one, step, record, arrived)
-        return record
-
-    def _evaluate(self, one: Evaluation, step: int, record: StepRecord, arrived: Arrived | None) -> None:
-        sampler, passes = self.sampler, one.passes(self.spec.reward.terms)
-        if one.name not in self.eval_prompts:
-            self.eval_prompts[one.name] = sampler.held_out(one, step)
-        on_arrival = partial(arrived or (lambda evaluation, arrived, total: None), one)
-        prompts, sampling = self.eval_prompts[one.name], sampler.measured(one)
-        drawn = sampler.start(prompts, sampling, step, "eval", on_arrival=on_arrival).finish()
-        found = eval_metrics.evaluated(drawn, passes)
-        record.metrics.update({f"eval/{one.name}/{name}": value for name, value in found.items()})
-        solved: dict[int, dict[str, bool]] = {}
-        if passes is not None:
-            passed_B = eval_metrics.passed(drawn, passes)
-            solved = {int(id_): {"passed": bool(was)} for id_, was in zip(drawn.batch["id_B"], passed_B, strict=True)}
-        samples = drawn.scored.samples
-        record.samples.extend({"name": one.name, **sample, **solved.get(sample["id"], {})} for sample in samples)
+        return self.evaluation.run(step, arrived)
 
 
 def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:
@@ -301,3 +261,14 @@ def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> l
     member_B = np.empty(len(group_B), dtype=np.int64)  # how many of its group come before it, in random order
     member_B[by_group] = np.arange(len(group_B)) - starts_G[inverse_B[by_group]]
     return [np.sort(piece) for piece in np.array_split(order[np.argsort(member_B, kind="stable")], pieces)]
+
+
+def explained(batch: Batch, scored: Scored) -> dict[str, float]:
+    """Share of the returns' variance that the critic's values, from before the update, explain: 1 - Var(R - V) / Var(R)
+    over the loss tokens of graded samples. Left out where all returns are the same."""
+    if "return_T" not in batch:
+        return {}
+    graded_T = (batch["loss_mask_T"] > 0) & np.repeat(scored.scored_B, batch["length_B"])
+    value_N, return_N = (batch[name][graded_T].astype(np.float64) for name in ("value_T", "return_T"))
+    variance = float(return_N.var()) if len(return_N) else 0.0
+    return {"critic/explained_variance": 1 - float((return_N - value_N).var()) / variance} if variance > 0 else {}

@@ -10,13 +10,14 @@ import numpy as np
 
 from rlctl.loop import finite_check, step_metrics
 from rlctl.loop.driver import Arrived, Driver, StepRecord, UpdateWindow
+from rlctl.loop.prompt_evaluation import PromptEvaluation
 from rlctl.loop.residency import Residency
 from rlctl.loop.step_metrics import Updates
 from rlctl.recipes.reference import PrecomputedReference, Reference
 from specs.errors import NotFiniteError
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.metric import Metric, metrics
-from specs.schema.recipes import RowsSpec
+from specs.schema.recipes import RowsSpec, sampling_of
 from specs.schema.roles import RoleName
 from specs.wire import bodies
 from specs.wire.as_built import ModelBuilt
@@ -24,6 +25,7 @@ from specs.wire.batch import Batch
 from specs.wire.messages import Verb
 
 if TYPE_CHECKING:
+    from rlctl.loop.recovery import SteadyGrading, SteadySync
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
     from rlctl.show.progress import Progress
@@ -51,8 +53,11 @@ class RowsRecipe(Driver):
         progress: Progress,
         built: Mapping[RoleName, ModelBuilt] | None = None,
         ref_logprobs: Path = Path(),
+        sync: SteadySync | None = None,
+        grading: SteadyGrading | None = None,
     ) -> None:
-        """`ref_logprobs`: the file for a reference's log-probs that are computed once."""
+        """`ref_logprobs`: the file for a reference's log-probs that are computed once. `sync` gives the rollout its
+        weights, where completions are sampled to evaluate the model; `grading` restores failed graders."""
         super().__init__(spec, groups, residency, window, progress, built)
         self.spec = spec
         self.reference: Reference | None = None
@@ -62,6 +67,10 @@ class RowsRecipe(Driver):
         self.epoch = 0.0
         self.drawing: Call | None = None  # of the next step's rows
         self.held_out: Batch | None = None
+        self.generated: PromptEvaluation | None = None
+        if (sampling := sampling_of(spec)) is not None:
+            assert sync is not None, "a rollout has weights"
+            self.generated = PromptEvaluation(self.make_sampler(sampling, groups, sync, grading), self.phase)
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -152,7 +161,21 @@ class RowsRecipe(Driver):
         shown = {name.partition("/")[2]: value for name, value in found.items()}
         if self.spec.objective.unit == "token":
             shown["perplexity"] = float(np.exp(min(shown["nll"], 700.0)))
-        return StepRecord({f"eval/{evaluation.name}/{name}": value for name, value in shown.items()}, [])
+        metrics = {f"eval/{evaluation.name}/{name}": value for name, value in shown.items()}
+        if self.generated is None:
+            return StepRecord(metrics, [])
+        written = self.evaluate_generated(self.generated, step, arrived)
+        return StepRecord({**metrics, **written.metrics}, written.samples)
+
+    def evaluate_generated(self, generated: PromptEvaluation, step: int, arrived: Arrived | None) -> StepRecord:
+        """Give the rollout the weights after `step` steps; return what it completes with them, graded."""
+        sync = generated.sampler.sync
+        generated.sampler.restore_graders(step)
+        sync.actor_finished(step)
+        with self.phase("sync", step):
+            sent = sync.run(step)
+        record = generated.run(step, arrived)
+        return StepRecord({**sent.metrics(), **record.metrics, **sync.take_metrics()}, record.samples)
 
     def measure(self, batch: Batch, step: int) -> list[Mapping[str, float]]:
         """Return what each rank reports of the objective on these rows, without gradients."""

@@ -35,8 +35,9 @@ from specs.errors import Interrupted, SpecError, UsageError
 from specs.json_file import read_object
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PLAIN
-from specs.schema.recipes import RlSpec
-from specs.schema.roles import ACTOR, CRITIC, REF
+from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.roles import CRITIC, REF
+from specs.schema.spec import Spec
 from specs.terminal import json_text
 from specs.wire import bodies
 from specs.wire.messages import Verb
@@ -69,10 +70,11 @@ def evaluate(
     spec, wrong = with_run_exports(spec, source.folder, source.run_dir)
     if wrong:
         raise SpecError(wrong)
-    if not isinstance(spec, RlSpec) or spec.eval is None:
-        raise UsageError(
-            f"{source.path} has no [eval] of prompts", hint="add it: which prompts, how many, how they are completed"
-        )
+    if spec.every is None:
+        raise UsageError(f"{source.path} has no [eval]", hint="add it: on what the model is evaluated, and how")
+    if run_dir is None and isinstance(spec, RowsSpec) and spec.needs_ref and not spec.own_ref_model:
+        message = f"{source.path} compares a model with a reference, which would be the model itself"
+        raise UsageError(message, hint="name the model that it started from in ref.model")
     checkpoint = find(run_dir, step) if run_dir else None
     done = checkpoint.step if checkpoint else 0
     if run_dir is not None and checkpoint is not None:
@@ -105,20 +107,27 @@ def evaluate(
         return 0
     screen.print(table(spec, record.metrics))
     for one in spec.evaluations:
-        if (passes := one.passes(spec.reward.terms)) is not None:
+        if (passes := one.passes(spec.reward_terms)) is not None:
             screen.print(Text(f"{one.name}: {passes.words}"), soft_wrap=True)
-    screen.print(Text(f"completions: {run.evaluations}; on a page: {run.path / 'report.html'}"), soft_wrap=True)
+    written = f"completions: {run.evaluations}; " if spec.generates else ""
+    screen.print(Text(f"{written}on a page: {run.path / 'report.html'}"), soft_wrap=True)
     return 0
 
 
-def without_learning(spec: RlSpec, *, adapters: bool) -> RlSpec:
-    """Return the spec with what sampling and grading need: no reference, no critic. `adapters`: whether the actor has
-    its own; a model of its own has none."""
-    actor = spec.actor if adapters else spec.actor.model_copy(update={"lora": None})
-    return spec.model_copy(update={"algorithm": PLAIN, ACTOR: actor, REF: None, CRITIC: None, "tracking": ()})
+def without_learning(spec: Spec, *, adapters: bool) -> Spec:
+    """Return the spec with what an evaluation needs: of reinforcement learning no reference and no critic; one that
+    objectives compare with is a model of its own, for the actor has learned. `adapters`: whether the model has its own;
+    a folder has none."""
+    lead = spec.lead_section if adapters else spec.lead_section.model_copy(update={"lora": None})
+    less: dict[str, Any] = {spec.lead: lead, "tracking": ()}
+    if isinstance(spec, RlSpec):
+        less |= {"algorithm": PLAIN, REF: None, CRITIC: None}
+    elif isinstance(spec, RowsSpec) and spec.precomputes_ref:
+        less["objective"] = spec.objective.model_copy(update={"precompute_ref": False})
+    return spec.model_copy(update=less)
 
 
-def _check_held_out(run_dir: Path, spec: RlSpec) -> None:
+def _check_held_out(run_dir: Path, spec: Spec) -> None:
     """Raises UsageError where rows that the run trained on would count as held out."""
     apart, now = held_out(read_object(run_dir / "resolved.json")), held_out(spec.resolved())
     if now > apart:
@@ -148,32 +157,34 @@ def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: E
         progress.follow(groups.moving)
         driver = start(run, plan, groups, UpdateWindow(), progress)
         if checkpoint is not None:
-            groups[ACTOR].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / ACTOR)))
+            lead = run.spec.lead
+            groups[lead].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / lead)))
             progress.message(f"weights of {checkpoint.path}")
         driver.begin(done)
         return driver.evaluate(done, progress.arrived)
 
 
-def table(spec: RlSpec, metrics: Mapping[str, Any]) -> Table:
+def table(spec: Spec, metrics: Mapping[str, Any]) -> Table:
     """Return a column for each set, a row for each metric."""
     sets = eval_keys.by_set(metrics)
     counts = {one.name: f"{one.prompts} × {one.samples_per_prompt}" for one in spec.evaluations}
     shown = Table("", *sets, box=None, pad_edge=False)
     for column in shown.columns[1:]:
         column.justify = "right"
-    shown.add_row("prompts × samples", *(counts[name] for name in sets))
+    if counts:
+        shown.add_row("prompts × samples", *(counts.get(name, "–") for name in sets))
     for metric in dict.fromkeys(metric for values in sets.values() for metric in values):
         if metric != "reward_stderr":
             shown.add_row(_called(metric, spec), *(_cell(metric, values) for values in sets.values()))
     return shown
 
 
-def _called(metric: str, spec: RlSpec) -> str:
+def _called(metric: str, spec: Spec) -> str:
     """Name a metric for a person; `term_0` says which term that is."""
     index = metric.removeprefix("term_")
     if index == metric or not index.isdecimal():
         return CALLED.get(metric, metric)
-    term = spec.reward.terms[int(index)]
+    term = spec.reward_terms[int(index)]
     return f"term {index}, {getattr(term, 'path', term.kind)}"
 
 

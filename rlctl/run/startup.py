@@ -25,7 +25,7 @@ from rlctl.recipes.rows_recipe import RowsRecipe
 from rlctl.run.run_dir import RunDir
 from rlctl.show.progress import Progress
 from specs.errors import DataError
-from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.recipes import RlSpec, RowsSpec, SamplingSpec, sampling_of
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, build_waves
 from specs.schema.spec import Spec
@@ -41,7 +41,8 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     """Start every process, build every model, and refuse to go on if one is not what the spec says. Raises RoleFailure
     and AsBuiltError."""
     spec, spec_dir = run.spec, run.spec_dir
-    transport = plan_transport(spec, spec_dir, run.path, plan) if isinstance(spec, RlSpec) else None
+    sampling = sampling_of(spec)
+    transport = plan_transport(sampling, spec_dir, run.path, plan) if sampling is not None else None
     way = transport.describe() if transport else {}
     sections = {role: spec.role(role) for role in spec.roles}
     policies = {
@@ -55,7 +56,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     bodies = build_bodies(spec, spec_dir, run.path)
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
     devices = {role: spec.gpus(role) for role in spec.roles}
-    level = sleep_level(spec) if isinstance(spec, RlSpec) else SLEEP_LEVEL
+    level = sleep_level(sampling) if sampling is not None else SLEEP_LEVEL
     residency = Residency(plan.colocated, holders, level, devices)
     reports = _build(spec, groups, residency, bodies, progress)
     expected = models_expected(spec, spec_dir, role_attention)
@@ -88,17 +89,21 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
 
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
     built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
-    driver: Driver
-    if isinstance(spec, RowsSpec):
-        driver = RowsRecipe(spec, roles, residency, window, progress, built, run.ref_logprobs)
-    else:
-        assert isinstance(spec, RlSpec)
-        assert transport is not None
+    sync: SteadySync | None = None
+    grading: SteadyGrading | None = None
+    if sampling is not None and transport is not None:
         prepare(transport, run.path)
         progress.message(f"weight transport: {transport}")
-        spent = TimeSpent()
-        sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), recovery(ROLLOUT), spent)
-        limits, grading = _gap_limits(spec, run, bodies, progress), SteadyGrading(recovery(REWARD), spent)
+        weights, spent = _weights(sampling, groups, residency, transport, reports), TimeSpent()
+        sync = SteadySync(residency, weights, recovery(ROLLOUT), spent)
+        grading = SteadyGrading(recovery(REWARD), spent)
+    driver: Driver
+    if isinstance(spec, RowsSpec):
+        driver = RowsRecipe(spec, roles, residency, window, progress, built, run.ref_logprobs, sync, grading)
+    else:
+        assert isinstance(spec, RlSpec)
+        assert sync is not None
+        limits = _gap_limits(spec, run, bodies, progress)
         driver = Rl(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
     gc.collect()
     gc.freeze()  # what a run needs to its end: every full collection would look at all of it again
@@ -128,7 +133,9 @@ def _answers(call: Call) -> list[Message]:
         return [call.answers[rank] for rank in call.ranks if rank in call.answers]
 
 
-def _weights(spec: RlSpec, groups: Groups, residency: Residency, transport: Transport, reports: Reports) -> WeightSync:
+def _weights(
+    spec: SamplingSpec, groups: Groups, residency: Residency, transport: Transport, reports: Reports
+) -> WeightSync:
     model = reports[ACTOR][0].model
     assert model is not None
     return WeightSync(

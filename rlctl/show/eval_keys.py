@@ -11,7 +11,7 @@ from rlctl.show.text_format import number
 PREFIX = "eval/"
 MEAN = "reward_mean"
 SOLVED = "pass@"
-BESIDES = ("loss", "perplexity", "token_accuracy")  # of an evaluation on rows
+BESIDES = ("reward_accuracy", "loss", "perplexity", "token_accuracy")  # of an evaluation on rows
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,8 @@ def shown(metrics: Iterable[str]) -> list[str]:
     """Choose what is shown of a set where there is little room: what comes first, pass@1 and the largest pass@k; of
     rows the loss."""
     own = list(metrics)
-    ends, first = solved(own), main(own)
-    besides = BESIDES if first != MEAN else ()
-    return [metric for metric in dict.fromkeys((first, *ends[:1], *ends[-1:], *besides)) if metric in own]
+    ends = solved(own)
+    return [metric for metric in dict.fromkeys((main(own), *ends[:1], *ends[-1:], *BESIDES)) if metric in own]
 
 
 def words(values: Mapping[str, float]) -> str:

@@ -18,10 +18,10 @@ from specs.rules.learning_rules import learning_problems, learning_warnings
 from specs.rules.node_rules import node_problems
 from specs.rules.reward_rules import reward_problems
 from specs.rules.role_rules import role_problems
-from specs.rules.rows_rules import rows_problems
+from specs.rules.rows_rules import generate_problems, rows_problems
 from specs.rules.run_rules import run_problems
 from specs.rules.transport_rules import transport_problems
-from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.recipes import RlSpec, RowsSpec, SamplingSpec, TextSpec
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -32,14 +32,15 @@ RULES: tuple[tuple[type[Spec], Rule], ...] = (
     (Spec, learning_problems),
     (RlSpec, data_problems),
     (RowsSpec, rows_problems),
-    (RlSpec, reward_problems),
+    (TextSpec, generate_problems),
+    (SamplingSpec, reward_problems),
     (RlSpec, algorithm_problems),
     (Spec, role_problems),
     (Spec, run_problems),
     (Spec, node_problems),
-    (RlSpec, transport_problems),
+    (SamplingSpec, transport_problems),
     (Spec, shadowed_attention),
-    (RlSpec, eval_problems),
+    (SamplingSpec, eval_problems),
 )
 # What runs, and certainly does not do what the spec says.
 WARNINGS: tuple[tuple[type[Spec], Rule], ...] = ((Spec, learning_warnings), (RlSpec, algorithm_warnings))
@@ -56,7 +57,8 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
 
 
 def _found(spec: Spec, rules: Sequence[tuple[type[Spec], Rule]]) -> Iterator[Problem]:
-    return (problem for recipe, rule in rules if isinstance(spec, recipe) for problem in rule(spec))
+    kinds = type(spec).__mro__ if spec.generates else [kind for kind in type(spec).__mro__ if kind is not SamplingSpec]
+    return (problem for recipe, rule in rules if recipe in kinds for problem in rule(spec))
 
 
 def with_values(spec: Spec, problems: Iterable[Problem]) -> list[Problem]:

@@ -67,7 +67,7 @@ def kernels_of(spec: Spec, role: RoleName, at_hand: AtHand = AtHand()) -> Decisi
 
 def attention_key(spec: Spec, role: RoleName) -> str:
     """Return the key that says what a role's attention is."""
-    written = role if getattr(spec, role, None) is not None else ROLES[role].inherits
+    written = role if getattr(spec, role, None) is not None else ROLES[role].inherits or role
     own = getattr(spec.role(written), "attn_implementation", None)
     return f"{written}.attn_implementation" if own else "model.attn_implementation"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.recipes import RlSpec
-from specs.schema.rewards import Function, compares_answer
+from specs.schema.rewards import reads_answer
 from specs.schema.sections import is_hub_data
 from specs.schema.table import no_effect
 from specs.templates import single_braces, template_columns
@@ -19,8 +19,7 @@ def data_problems(spec: RlSpec) -> Iterator[Problem]:
         yield no_effect("data.split", f"{show(data.train)} is not a hub data set")
     if data.system and data.chat == "never":
         yield no_effect("data.system", 'data.chat is "never"')
-    functions = any(isinstance(term, Function) for term in spec.reward.terms)  # are tried with a row's own answer
-    if "answer_column" in given and not functions and not compares_answer(spec.reward.terms):
+    if "answer_column" in given and not reads_answer(spec.reward.terms):
         yield no_effect("data.answer_column", "no term of reward.terms compares with it")
     if data.template and "prompt_column" in given:
         yield no_effect("data.prompt_column", "data.template makes the prompt")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.eval_sets import EvalSection, Evaluation
-from specs.schema.recipes import RlSpec
+from specs.schema.eval_sets import EvalSection, Evaluation, PromptSets
+from specs.schema.recipes import SamplingSpec
 from specs.schema.sections import is_hub_data
 from specs.schema.table import no_effect
 from specs.text import show
@@ -14,34 +14,35 @@ from specs.text import show
 _OF_ONE_SET = ("name", "data", "split")  # the other keys hold for sets that leave them out
 
 
-def eval_problems(spec: RlSpec) -> Iterator[Problem]:
-    """Yield what of `[eval]` does nothing, or measures nothing."""
-    if spec.eval is not None and spec.eval.sets:
-        yield from _sets(spec.eval)
+def eval_problems(spec: SamplingSpec) -> Iterator[Problem]:
+    """Yield what of the sets of prompts does nothing, or measures nothing."""
+    if spec.prompt_sets is not None and spec.prompt_sets.sets:
+        yield from _sets(spec.prompt_sets)
     for one in spec.evaluations:
         yield from _source(one)
         yield from _sampling(one)
         yield from _pass(one, spec)
 
 
-def _sets(section: EvalSection) -> Iterator[Problem]:
+def _sets(section: PromptSets) -> Iterator[Problem]:
+    key = section.key
     for name in _OF_ONE_SET:
         if name in section.model_fields_set:
-            yield no_effect(f"eval.{name}", "eval.sets says it of each set")
+            yield no_effect(f"{key}.{name}", f"{key}.sets says it of each set")
     names = [one.name for one in section.sets]
     held_out = [number for number, one in enumerate(section.sets) if not one.data]
     for number, name in enumerate(names):
         if name in names[:number]:
-            message = f"eval.sets.{names.index(name)} has this name already"
-            yield Problem(f"eval.sets.{number}.name", message, "give each set a name of its own")
-        if number in held_out[1:]:
+            message = f"{key}.sets.{names.index(name)} has this name already"
+            yield Problem(f"{key}.sets.{number}.name", message, "give each set a name of its own")
+        if number in held_out[1:] and isinstance(section, EvalSection):
             message = f"rows of data.train are held out for eval.sets.{held_out[0]} already"
-            yield Problem(f"eval.sets.{number}.data", message, "name a source, or remove one of the two")
+            yield Problem(f"{key}.sets.{number}.data", message, "name a source, or remove one of the two")
 
 
 def _source(one: Evaluation) -> Iterator[Problem]:
     if "split" in one.given and not is_hub_data(one.data):
-        held_out = f"{one.key}.data is empty, so rows of data.train are held out"
+        held_out = f"{one.key}.data is empty, so the rows are those that are held out"
         yield no_effect(f"{one.key}.split", f"{show(one.data)} is not a hub data set" if one.data else held_out)
 
 
@@ -58,9 +59,9 @@ def _sampling(one: Evaluation) -> Iterator[Problem]:
         yield Problem(f"{one.key}.top_p", why, "remove the key", str(one.top_p))
 
 
-def _best(one: Evaluation, spec: RlSpec) -> float | None:
+def _best(one: Evaluation, spec: SamplingSpec) -> float | None:
     """Return the best score that passing is measured by; None where that is not known."""
-    terms = spec.reward.terms
+    terms = spec.reward_terms
     if one.pass_term is not None:
         return terms[one.pass_term].right_score if one.pass_term < len(terms) else None
     if any(term.right_score is None and not term.is_penalty for term in terms):
@@ -68,9 +69,9 @@ def _best(one: Evaluation, spec: RlSpec) -> float | None:
     return sum(max(term.weight * (term.right_score or 0.0), 0.0) for term in terms)
 
 
-def _pass(one: Evaluation, spec: RlSpec) -> Iterator[Problem]:
+def _pass(one: Evaluation, spec: SamplingSpec) -> Iterator[Problem]:
     """Yield a term that does not exist, or whose right score is not known, and a score that none reaches."""
-    terms, key, best = spec.reward.terms, f"{one.key}.pass_term", _best(one, spec)
+    terms, key, best = spec.reward_terms, f"{one.key}.pass_term", _best(one, spec)
     if one.pass_score is not None and best is not None and one.pass_score > best:
         of = "their weighted sum" if one.pass_term is None else f"reward.terms.{one.pass_term}"
         hint, value = f"use at most {best:g}", show(one.pass_score)

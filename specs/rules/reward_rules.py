@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec
 from specs.schema.rewards import Judge, ModelScore, Overlong, Regex
 from specs.schema.roles import REWARD_MODEL
 from specs.schema.table import no_effect
@@ -17,17 +17,17 @@ _OURS = ("model", "messages", "stream", "n")  # of a request: rlctl sets these, 
 _QUOTES = "TOML's '…' keeps backslashes"
 
 
-def reward_problems(spec: RlSpec) -> Iterator[Problem]:
+def reward_problems(spec: SamplingSpec) -> Iterator[Problem]:
     """Yield weights, patterns, requests and keys that cannot work or do nothing."""
-    terms = spec.reward.terms
-    if all(term.weight == 0 for term in terms):
+    terms = spec.reward_terms
+    if terms and all(term.weight == 0 for term in terms):
         yield Problem("reward.terms", "every weight is 0, so every completion scores 0", "give a term a weight")
     for index, term in enumerate(terms):
         key = f"reward.terms.{index}"
         if isinstance(term, Regex):
             yield from _pattern(f"{key}.pattern", term.pattern)
-        elif isinstance(term, Overlong) and term.buffer_tokens > (most := spec.data.max_response_tokens):
-            message = f"longer than the longest completion (data.max_response_tokens = {most})"
+        elif isinstance(term, Overlong) and term.buffer_tokens > (most := spec.max_response_tokens):
+            message = f"longer than the longest completion (max_response_tokens = {most})"
             yield Problem(f"{key}.buffer_tokens", message, f"use at most {most}")
         elif isinstance(term, Judge):
             yield from _request(key, term)
@@ -37,9 +37,12 @@ def reward_problems(spec: RlSpec) -> Iterator[Problem]:
     yield from _section(spec)
 
 
-def _section(spec: RlSpec) -> Iterator[Problem]:
+def _section(spec: SamplingSpec) -> Iterator[Problem]:
     """Yield keys of a role that the reward has no use for."""
-    section, given = spec.reward, spec.reward.model_fields_set
+    section = spec.reward
+    if section is None:  # another rule asks for it
+        return
+    given = section.model_fields_set
     for name, default, why in (
         ("processes", section.nodes, "the reward role is one process on each node; reward.workers sets how many grade"),
         ("launcher", "python", "the reward role is one process on each node"),
@@ -95,14 +98,14 @@ def _judged_score(key: str, term: Judge) -> Iterator[Problem]:
         yield from _pattern(f"{key}.score_pattern", term.score_pattern, group=True)
 
 
-def _judge_key(key: str, term: Judge, spec: RlSpec) -> Iterator[Problem]:
+def _judge_key(key: str, term: Judge, spec: SamplingSpec) -> Iterator[Problem]:
     if term.cache_file and not term.cache:
         yield no_effect(f"{key}.cache_file", "cache is false")
     if term.key_env and not re.fullmatch(r"[A-Za-z_]\w*", term.key_env, re.ASCII):
         hint = "name the variable; the key itself stays out of the spec"
         hidden = "…"  # it may be the key itself
         yield Problem(f"{key}.key_env", "not the name of an environment variable", hint, hidden)
-    if term.key_env in spec.reward.env:
+    if term.key_env in spec.grading.env:
         message, hint = "would be kept in the run directory", "export it before rlctl is called, and remove it here"
         yield Problem(f"reward.env.{term.key_env}", f"{message}, with the key that it holds", hint, "…")
 
@@ -110,8 +113,8 @@ def _judge_key(key: str, term: Judge, spec: RlSpec) -> Iterator[Problem]:
 # ── the reward model ──────────────────────────────────────────────────────────────────────────────
 
 
-def _model(spec: RlSpec) -> Iterator[Problem]:
-    asking = [index for index, term in enumerate(spec.reward.terms) if isinstance(term, ModelScore)]
+def _model(spec: SamplingSpec) -> Iterator[Problem]:
+    asking = [index for index, term in enumerate(spec.reward_terms) if isinstance(term, ModelScore)]
     if asking and spec.reward_model is None:
         hint = f'add a section [{REWARD_MODEL}] with model = "…", a sequence-classification checkpoint'
         yield Problem(f"reward.terms.{asking[0]}", "no model is named", hint, 'kind = "model"')

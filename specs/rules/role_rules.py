@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from specs.errors import Problem
 from specs.schema.engines.engine_table import EngineContext, RolloutTable, engine_of
 from specs.schema.rank_groups import devices_of_a_process
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import RolloutSection, Spec
@@ -24,8 +24,8 @@ def role_problems(spec: Spec) -> Iterator[Problem]:
         if ROLES[role].holds_model:
             yield from _devices(role, section)
             yield from _engine(spec, role, section)
-    if isinstance(spec, RlSpec):
-        yield from _rollout(spec.rollout)
+    if (sampling := sampling_of(spec)) is not None:
+        yield from _rollout(sampling.rollout)
 
 
 def _rollout(rollout: RolloutSection) -> Iterator[Problem]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.objectives import Kto, Mixture, Objective, Preference
-from specs.schema.recipes import PreferenceSpec, RowsSpec
+from specs.schema.recipes import PreferenceSpec, RowsSpec, TextSpec
+from specs.schema.rewards import reads_answer
 from specs.schema.sections import is_hub_data
 from specs.schema.table import no_effect
 from specs.text import show
@@ -33,6 +34,35 @@ def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
     if isinstance(spec, PreferenceSpec) and spec.ref is not None and not spec.needs_ref_role:
         why = spec.why_no_ref if not spec.needs_ref else "the actor itself is the reference"
         yield no_effect("ref", why)
+
+
+_OF_LEARNING = ("temperature", "top_p", "top_k", "warn_logprob_gap", "max_logprob_gap", "max_staleness")
+
+
+def generate_problems(spec: TextSpec) -> Iterator[Problem]:
+    """Yield sections of sampling without `[eval.generate]`, what it lacks, and keys of samples that are learned
+    from."""
+    generate, given = spec.prompt_sets, spec.model_fields_set
+    if generate is None:
+        for name in ("reward", "reward_model", "rollout", "sync"):
+            if name in given:
+                yield no_effect(
+                    f"[{name}]", "completions are sampled and graded for [eval.generate], which is not there"
+                )
+        return
+    if spec.reward is None:
+        hint = 'add it: [reward] with terms = [{ kind = "exact_match" }] or a function of your own'
+        yield Problem("[reward]", "is missing, and grades what [eval.generate] samples", hint)
+    for name in _OF_LEARNING:
+        if name in spec.rollout.model_fields_set:
+            why = "no sample is learned from; how an evaluation samples, eval.generate says"
+            yield no_effect(f"rollout.{name}", why)
+    if "answer_column" in generate.model_fields_set and not reads_answer(spec.reward_terms):
+        yield no_effect("eval.generate.answer_column", "no term of reward.terms compares with it")
+    for one in spec.evaluations:
+        if spec.eval is not None and not one.data and "prompts" in one.given and one.prompts > spec.eval.rows:
+            message = f"more than eval.rows = {spec.eval.rows}, whose prompts these are"
+            yield Problem(f"{one.key}.prompts", message, f"use at most {spec.eval.rows}, or name {one.key}.data")
 
 
 def _objective(key: str, objective: Objective) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import RlSpec, sampling_of
 from specs.schema.roles import ROLES, ROLLOUT
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
@@ -25,15 +25,16 @@ def run_problems(spec: Spec) -> Iterator[Problem]:
 def _deadlines(spec: Spec) -> Iterator[Problem]:
     """`run.stall_timeout_s` comes after the silence of a rank and the time of one grade, and before a verb's deadline.
     A default that is out of that order does no harm."""
-    run, key = spec.run, "run.stall_timeout_s"
+    run, key, sampling = spec.run, "run.stall_timeout_s", sampling_of(spec)
+    grading = sampling.reward if sampling is not None else None
     if "stall_timeout_s" in run.model_fields_set and run.stall_timeout_s >= run.verb_timeout_s:
         yield no_effect(key, f"run.verb_timeout_s = {run.verb_timeout_s:g} comes first")
     elif run.stall_timeout_s < run.heartbeat_timeout_s:
         message = f"less than run.heartbeat_timeout_s = {run.heartbeat_timeout_s:g}, after which a rank counts as gone"
         yield Problem(key, message, f"use more than {run.heartbeat_timeout_s:g}")
-    elif isinstance(spec, RlSpec) and run.stall_timeout_s <= spec.reward.timeout_s:
-        message = f"one completion may take reward.timeout_s = {spec.reward.timeout_s:g} s to grade, and nothing moves"
-        yield Problem(key, message, f"use more than {spec.reward.timeout_s:g}")
+    elif grading is not None and run.stall_timeout_s <= grading.timeout_s:
+        message = f"one completion may take reward.timeout_s = {grading.timeout_s:g} s to grade, and nothing moves"
+        yield Problem(key, message, f"use more than {grading.timeout_s:g}")
 
 
 def _run_ahead(spec: RlSpec) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import SamplingSpec
 from specs.schema.roles import ACTOR, ROLLOUT
 from specs.schema.spec import TransportKind
 from specs.text import show
@@ -14,12 +14,12 @@ from specs.text import show
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch's memory on a GPU
 
 
-def same_host(spec: RlSpec) -> bool:
+def same_host(spec: SamplingSpec) -> bool:
     """Return whether every replica is on the host of the actor's rank 0, which is the driver's."""
     return not spec.rollout.leaves_host
 
 
-def choose_transport(spec: RlSpec) -> tuple[TransportKind, str]:
+def choose_transport(spec: SamplingSpec) -> tuple[TransportKind, str]:
     """Return the transport of a run, and why in a few words."""
     if spec.sync.transport != "auto":
         return spec.sync.transport, "as asked"
@@ -31,7 +31,7 @@ def choose_transport(spec: RlSpec) -> tuple[TransportKind, str]:
     return "shm", "actor and rollout share a host; the transports between GPUs are there when asked for"
 
 
-def transport_problems(spec: RlSpec) -> Iterator[Problem]:
+def transport_problems(spec: SamplingSpec) -> Iterator[Problem]:
     """Yield transports that cannot work for this placement, and keys of another transport."""
     sync, (transport, _) = spec.sync, choose_transport(spec)
     if transport == "shm" and not same_host(spec):
@@ -51,7 +51,7 @@ def transport_problems(spec: RlSpec) -> Iterator[Problem]:
         yield Problem("sync.bucket_MiB", message, "remove the key, or choose another sync.transport")
 
 
-def _cuda_ipc(spec: RlSpec) -> Iterator[Problem]:
+def _cuda_ipc(spec: SamplingSpec) -> Iterator[Problem]:
     """Yield why memory of a GPU cannot be shared: of another GPU, or in expandable segments, which are shared by a file
     descriptor taken out of the other process, as containers forbid."""
     on_cpu = [role for role in (ACTOR, ROLLOUT) if not spec.role(role).devices]

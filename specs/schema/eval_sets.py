@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, StringConstraints
 
@@ -38,11 +38,11 @@ class EvalSet(Table):
     """Unset: `eval.pass_score`."""
 
 
-class EvalSection(Table):
-    """Evaluation on prompts that are not trained on: one set, or with `[[eval.sets]]` several."""
+class PromptSets(Table):
+    """Prompts that a run is evaluated on: one set, or several. `key` is where a spec has them."""
 
-    every: int = Field(gt=0)
-    """Steps between evaluations; one runs before the first step and after the last."""
+    key: ClassVar[str] = "eval"
+
     name: SetName = "heldout"
     """Name in the metrics: `eval/<name>/reward_mean`."""
     data: PathText = ""
@@ -71,13 +71,36 @@ class EvalSection(Table):
     def evaluations(self) -> tuple[Evaluation, ...]:
         """Each set with all that holds for it."""
         if not self.sets:
-            return (self._evaluation("eval", self),)
-        return tuple(self._evaluation(f"eval.sets.{number}", one) for number, one in enumerate(self.sets))
+            return (self._evaluation(self.key, self),)
+        return tuple(self._evaluation(f"{self.key}.sets.{number}", one) for number, one in enumerate(self.sets))
 
-    def _evaluation(self, key: str, table: EvalSet | EvalSection) -> Evaluation:
+    def _evaluation(self, key: str, table: EvalSet | PromptSets) -> Evaluation:
         own = {name: getattr(table, name) for name in EvalSet.model_fields}
         values = {name: getattr(self, name) if value is None else value for name, value in own.items()}
         return Evaluation(key=key, given=frozenset(table.model_fields_set), **values)
+
+
+class EvalSection(PromptSets):
+    """Evaluation on prompts that are not trained on: one set, or with `[[eval.sets]]` several."""
+
+    every: int = Field(gt=0)
+    """Steps between evaluations; one runs before the first step and after the last."""
+
+
+class GenerateSection(PromptSets):
+    """Completions of prompts, graded by `[reward]`: what the model does with what it learned. A prompt is written as
+    the rows' are, by the keys of `[data]`. The section `[rollout]` says who samples."""
+
+    key: ClassVar[str] = "eval.generate"
+
+    data: PathText = ""
+    """Where the prompts come from; empty: the rows that `[eval]` evaluates on, up to what the model is to write."""
+    max_response_tokens: int = Field(gt=0)
+    """Longest completion, in tokens."""
+    max_prompt_tokens: int | None = Field(None, gt=0)
+    """Longest prompt, in tokens; unset: `data.max_tokens`. A longer one is a bad row."""
+    answer_column: NonEmpty = "answer"
+    """Column that the built-in rewards compare with."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +121,7 @@ class Evaluation(Table):
 
     key: str
     name: str
-    data: str  # empty: rows held out of `data.train`
+    data: str  # empty: rows held out of `data.train`, or those of `[eval]`
     split: str
     prompts: int
     samples_per_prompt: int

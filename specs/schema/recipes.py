@@ -12,11 +12,12 @@ from pydantic import Field
 
 from specs.schema.algorithms.algorithm import Anchor, AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
-from specs.schema.eval_sets import EvalSection, Evaluation
+from specs.schema.eval_sets import EvalSection, Evaluation, GenerateSection, PromptSets
 from specs.schema.objectives import BradleyTerry, Nll, Objective, PreferenceObjective, RowsObjective
 from specs.schema.rewards import RewardTerm
-from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL, RoleName
-from specs.schema.rows import RowsEval, RowsSection
+from specs.schema.role_section import RoleSection
+from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL, ROLES, ROLLOUT, RoleName
+from specs.schema.rows import RowsEval, RowsSection, TextEval
 from specs.schema.sections import DataSection, SyncSection
 from specs.schema.spec import (
     ActorSection,
@@ -30,19 +31,73 @@ from specs.schema.spec import (
 )
 
 
-class RlSpec(Spec):
+class SamplingSpec(Spec):
+    """A recipe that can sample completions and have them graded: to learn from them, or to evaluate."""
+
+    actor: ActorSection = ActorSection()
+    reward: RewardSection | None = None
+    reward_model: RewardModelSection | None = None
+    rollout: RolloutSection = RolloutSection()
+    sync: SyncSection = SyncSection()
+
+    @property
+    def prompt_sets(self) -> PromptSets | None:
+        """The table of the prompts that the run is evaluated on."""
+        raise NotImplementedError
+
+    @property
+    def answer_column(self) -> str:
+        """Column that rewards compare completions with."""
+        raise NotImplementedError
+
+    @property
+    def most_drawn(self) -> int:
+        """Completions that are sampled at once to learn from."""
+        return 0
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        return self.prompt_sets.evaluations if self.prompt_sets is not None else ()
+
+    @property
+    def reward_terms(self) -> tuple[RewardTerm, ...]:
+        return self.reward.terms if self.generates and self.reward is not None else ()
+
+    @property
+    def grading(self) -> RewardSection:
+        """The section that grades completions; that there is one is a rule."""
+        assert self.reward is not None, "nothing grades completions"
+        return self.reward
+
+    @property
+    def rollout_applies_adapters(self) -> bool:
+        """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
+        return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a term is the score of a model. That there is a section for it is a rule."""
+        return self.reward_model is not None and any(term.graded_by == "model" for term in self.reward_terms)
+
+    def longest_tokens(self, role: RoleName) -> int:
+        if role == ROLLOUT:
+            return self.max_prompt_tokens + self.max_response_tokens
+        return super().longest_tokens(role)
+
+    def sections(self) -> list[tuple[RoleName, RoleSection]]:
+        """Leave out the roles of sampling where nothing is sampled: their defaults may not suit the model."""
+        return [each for each in super().sections() if self.generates or not ROLES[each[0]].generates]
+
+
+class RlSpec(SamplingSpec):
     """Reinforcement learning: sample completions of prompts, grade them, learn."""
 
     data: DataSection
     reward: RewardSection
     algorithm: AlgorithmTable
-    actor: ActorSection = ActorSection()
     ref: RefSection | None = None
     critic: CriticSection | None = None
-    reward_model: RewardModelSection | None = None
-    rollout: RolloutSection = RolloutSection()
     eval: EvalSection | None = None
-    sync: SyncSection = SyncSection()
 
     @property
     def samples_per_step(self) -> int:
@@ -53,9 +108,20 @@ class RlSpec(Spec):
         return self.data.max_prompt_tokens + self.data.max_response_tokens
 
     @property
-    def evaluations(self) -> tuple[Evaluation, ...]:
-        """The sets of prompts that the run is evaluated on."""
-        return self.eval.evaluations if self.eval is not None else ()
+    def generates(self) -> bool:
+        return True
+
+    @property
+    def most_drawn(self) -> int:
+        return self.samples_per_step
+
+    @property
+    def prompt_sets(self) -> PromptSets | None:
+        return self.eval
+
+    @property
+    def answer_column(self) -> str:
+        return self.data.answer_column
 
     @property
     def every(self) -> int | None:
@@ -80,10 +146,6 @@ class RlSpec(Spec):
     @property
     def data_section(self) -> DataSection:
         return self.data
-
-    @property
-    def reward_terms(self) -> tuple[RewardTerm, ...]:
-        return self.reward.terms
 
     @property
     def own_functions(self) -> Mapping[str, str]:
@@ -125,16 +187,6 @@ class RlSpec(Spec):
     def why_no_ref(self) -> str:
         return "algorithm.kl_coef is 0: not loaded"
 
-    @property
-    def rollout_applies_adapters(self) -> bool:
-        """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
-        return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
-
-    @property
-    def needs_reward_model(self) -> bool:
-        """Whether a term is the score of a model. That there is a section for it is a rule."""
-        return self.reward_model is not None and any(term.graded_by == "model" for term in self.reward.terms)
-
 
 class RowsSpec(Spec):
     """A recipe that learns from rows."""
@@ -168,18 +220,42 @@ class RowsSpec(Spec):
         return self.eval.every if self.eval is not None else None
 
 
-class SftSpec(RowsSpec):
+class TextSpec(RowsSpec, SamplingSpec):
+    """A recipe whose model learns to write from rows; what it writes can be sampled and graded, to evaluate it."""
+
+    eval: TextEval | None = None
+
+    @property
+    def prompt_sets(self) -> GenerateSection | None:
+        return self.eval.generate if self.eval is not None else None
+
+    @property
+    def generates(self) -> bool:
+        return self.prompt_sets is not None
+
+    @property
+    def answer_column(self) -> str:
+        return self.prompt_sets.answer_column if self.prompt_sets is not None else ""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return 0 if self.prompt_sets is None else self.prompt_sets.max_prompt_tokens or self.data.max_tokens
+
+    @property
+    def max_response_tokens(self) -> int:
+        return self.data.max_tokens if self.prompt_sets is None else self.prompt_sets.max_response_tokens
+
+
+class SftSpec(TextSpec):
     """Supervised fine-tuning: learn completions, conversations or text as they stand."""
 
     objective: RowsObjective = Field(default_factory=lambda: Nll(kind="nll"))
-    actor: ActorSection = ActorSection()
 
 
-class PreferenceSpec(RowsSpec):
+class PreferenceSpec(TextSpec):
     """Learn which of two completions is better, or whether one is good, against a reference or without one."""
 
     objective: PreferenceObjective
-    actor: ActorSection = ActorSection()
     ref: RefSection | None = None
 
     @property
@@ -210,6 +286,11 @@ RECIPES: Mapping[str, type[Spec]] = {
     "preference": PreferenceSpec,
     "reward_model": RewardModelSpec,
 }
+
+
+def sampling_of(spec: Spec) -> SamplingSpec | None:
+    """Return the spec as what samples completions; None where nothing does."""
+    return spec if isinstance(spec, SamplingSpec) and spec.generates else None
 
 
 def spec_class(raw: Any) -> type[Spec]:

@@ -164,6 +164,11 @@ def compares_answer(terms: Sequence[RewardTerm]) -> bool:
     )
 
 
+def reads_answer(terms: Sequence[RewardTerm]) -> bool:
+    """Whether a row's answer is of use: a term compares with it, or a function is tried with it."""
+    return compares_answer(terms) or any(isinstance(term, Function) for term in terms)
+
+
 def judged_columns(terms: Sequence[RewardTerm]) -> tuple[str, ...]:
     """Columns of a row that judges are told, so that every row needs them."""
     return tuple(dict.fromkeys(name for term in terms if isinstance(term, Judge) for name in term.columns))

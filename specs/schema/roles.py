@@ -59,6 +59,11 @@ class Role:
         return self.holds == "sampler"
 
     @property
+    def generates(self) -> bool:
+        """Whether it is there only to sample or grade completions."""
+        return self.holds in ("sampler", "scorer")
+
+    @property
     def holds_model(self) -> bool:
         """Whether it builds a language model with an engine, on devices of its own section."""
         return self.holds in ("learner", "frozen", "score_model", "sampler")
@@ -106,10 +111,10 @@ ROLES: dict[RoleName, Role] = {
         Role(CRITIC, "learner", "the critic", wave=2, inherits=ACTOR, needed_if="needs_critic", head="value"),
         # Built first: on shared devices it has left before a rollout measures what is free.
         Role(REWARD_MODEL, "score_model", "the reward model", wave=0, needed_if="needs_reward_model", head="reward"),
-        Role(ROLLOUT, "sampler", "the rollout", wave=1),
+        Role(ROLLOUT, "sampler", "the rollout", wave=1, needed_if="generates"),
         # [data] says what it reads, [reward] where it runs.
         Role(DATA, "data", "the data role", wave=0, inherits=REWARD),
-        Role(REWARD, "scorer", "the reward role", wave=0),
+        Role(REWARD, "scorer", "the reward role", wave=0, needed_if="generates"),
     )
 }
 

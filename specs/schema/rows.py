@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from specs.schema.eval_sets import GenerateSection, SetName
 from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
 
 LearnFrom = Literal["completion", "assistant", "last_assistant", "all", "flagged"]
@@ -44,6 +45,10 @@ class RowSet(RowColumns):
     weight: float = Field(1.0, gt=0)
     """Share of this source's rows among those drawn, by the sum of all weights. A source that is used up begins its
     next epoch, whatever the others do."""
+
+    def reading(self, path: str, split: str) -> RowSet:
+        """Return another source whose rows are read as these."""
+        return self.model_copy(update={"path": path, "split": split})
 
 
 class RowsSection(RowColumns):
@@ -100,7 +105,7 @@ class RowsEval(Table):
 
     every: int = Field(gt=0)
     """Steps between evaluations; one runs before the first step and after the last."""
-    name: NonEmpty = "heldout"
+    name: SetName = "heldout"
     """Name in the metrics: `eval/<name>/loss`."""
     data: PathText = ""
     """Where the rows come from; empty: the last `rows` of `data.train`, or of the first of its sets, are held out."""
@@ -108,3 +113,10 @@ class RowsEval(Table):
     """Split to read; only for a hub dataset id."""
     rows: int = Field(64, gt=0)
     """Rows, or pairs, to evaluate on."""
+
+
+class TextEval(RowsEval):
+    """Evaluation on rows, and where it is asked for on what the model writes."""
+
+    generate: GenerateSection | None = None
+    """Completions besides; without the section there are none. Not of a reward model, which writes nothing."""

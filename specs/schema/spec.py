@@ -185,6 +185,11 @@ class Spec(Table):
         raise NotImplementedError
 
     @property
+    def generates(self) -> bool:
+        """Whether completions are sampled and graded."""
+        return False
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest prompt that is sampled from."""
         return 0
@@ -391,7 +396,7 @@ class Spec(Table):
         own = getattr(self, role.name, None)
         if isinstance(own, RoleSection):
             return own
-        if not self._has(ROLES[role.inherits]):
+        if not role.inherits or not self._has(ROLES[role.inherits]):
             return RoleSection()
         like, kind = self.role(role.inherits), self.section_class(role.name)
         shared = kind.model_fields.keys() & type(like).model_fields.keys()

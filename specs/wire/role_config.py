@@ -5,18 +5,22 @@ Travels as the body of the `build` verb. Paths are absolute; every default is re
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from pydantic import Field
 
 from specs.attention import Attention
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
 from specs.schema.eval_sets import Evaluation
 from specs.schema.objectives import Unit
-from specs.schema.recipes import RowsSpec
+from specs.schema.recipes import RlSpec, RowsSpec, sampling_of
+from specs.schema.rewards import compares_answer, judged_columns, reads_whole_rows
 from specs.schema.role_section import DType, Lora, Optimizer
 from specs.schema.roles import DATA, REWARD, ROLLOUT, HeadKind, RoleName
 from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import DataSection
-from specs.schema.spec import RewardSection
+from specs.schema.spec import RewardSection, Spec
 from specs.schema.table import Table
 
 
@@ -94,11 +98,38 @@ class DataConfig(TextConfig):
     data: DataSection | None = None  # of prompts, which are sampled from
     rows: RowsConfig | None = None  # of rows, which are learned from
     evals: tuple[Evaluation, ...] = ()
-    needs_answer: bool = False  # a row without `data.answer_column` is a bad one
+    max_prompt_tokens: int = 0  # of a prompt that is sampled from
+    answer_column: str = ""
+    needs_answer: bool = False  # a row without `answer_column` is a bad one
     needs_columns: tuple[str, ...] = ()  # what else every row must have, for scoring
     tells_messages: bool = False  # whether rows travel with the conversation that their prompt was made from
     row_columns: tuple[str, ...] | None = None  # what scoring reads of a row; None: all of it
     seed: int
+
+    @staticmethod
+    def of(spec: Spec, tokenizer: str, spec_dir: Path) -> DataConfig:
+        """Return what the data role reads, with the tokenizer at a path or of a hub id."""
+        found: dict[str, Any] = {
+            "model_path": tokenizer,
+            "trust_remote_code": spec.model.trust_remote_code,
+            "spec_dir": str(spec_dir),
+            "seed": spec.run.seed,
+            "data": spec.data if isinstance(spec, RlSpec) else None,
+            "rows": RowsConfig.of(spec) if isinstance(spec, RowsSpec) else None,
+        }
+        if (sampling := sampling_of(spec)) is not None:
+            terms, answer = sampling.reward_terms, sampling.answer_column
+            judged = judged_columns(terms)
+            found |= {
+                "evals": sampling.evaluations,
+                "max_prompt_tokens": sampling.max_prompt_tokens,
+                "answer_column": answer,
+                "needs_answer": compares_answer(terms),
+                "needs_columns": judged,
+                "tells_messages": sampling.needs_reward_model,
+                "row_columns": None if reads_whole_rows(terms) else tuple(dict.fromkeys((answer, *judged))),
+            }
+        return DataConfig(**found)
 
 
 class ScoreText(Table):

@@ -63,7 +63,16 @@ def _objectives(recipe: type[RlSpec]) -> list[type[AnyLoss]]:
 @cache
 def matching(key: str) -> tuple[str, ...]:
     """The declared names that a key of `metrics.jsonl` may be; there must be one."""
-    return tuple(name for metric in declared() for name in metric.names if _pattern(name).fullmatch(key))
+    names = (*(name for metric in declared() for name in metric.names), *_of_rows())
+    return tuple(name for name in names if _pattern(name).fullmatch(key))
+
+
+@cache
+def _of_rows() -> tuple[str, ...]:
+    """What docs/metrics.md says in a sentence: evaluations on rows have the metrics of the objective."""
+    tables = {table for recipe in RECIPES.values() for table in _objectives(recipe)}
+    own = {metric.name.rpartition("/")[2] for table in tables for metric in table.metrics}
+    return tuple(f"eval/<set>/{name}" for name in sorted({*own, "perplexity"}))
 
 
 def undeclared(keys: Iterable[str]) -> list[str]:

@@ -58,6 +58,21 @@ def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: i
     return found
 
 
+def plain(message: Message) -> Message:
+    """Return a message as a template is given it."""
+    return {key: value for key, value in message.items() if key != "train"}
+
+
+def rendered(
+    chats: ChatRenderer, messages: Sequence[Message], *, begins_answer: bool, tools: Sequence[Any] | None
+) -> str:
+    """Return messages as the template writes them. Raises BadRow where it refuses them."""
+    try:
+        return chats.render(messages, begins_answer=begins_answer, tools=tools)
+    except ChatTemplateError as error:
+        raise BadRow(str(error)) from error
+
+
 def learned_text(
     messages: Sequence[Message],
     learned: Sequence[int] | None,
@@ -72,23 +87,20 @@ def learned_text(
     (`ends_turn`). Raises BadRow where the template writes a message otherwise once others follow, or begins it
     otherwise than it asks for it: which tokens are the message cannot be told then.
     """
-    plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    said = [plain(message) for message in messages]
 
     def render(count: int, *, begins_answer: bool = False) -> str:
-        try:
-            return chats.render(plain[:count], begins_answer=begins_answer, tools=tools)
-        except ChatTemplateError as error:
-            raise BadRow(str(error)) from error
+        return rendered(chats, said[:count], begins_answer=begins_answer, tools=tools)
 
-    whole = render(len(plain))
+    whole = render(len(said))
     if learned is None:
         return LearnedText(whole, [(0, len(whole))])
     spans = []
     for number in learned:
         if not number:
             raise BadRow("message 0: nothing comes before it, so that what the template puts there would be learned")
-        before = render(number, begins_answer=plain[number]["role"] == ASSISTANT)
-        until = whole if number + 1 == len(plain) else render(number + 1)
+        before = render(number, begins_answer=said[number]["role"] == ASSISTANT)
+        until = whole if number + 1 == len(said) else render(number + 1)
         if not whole.startswith(until):
             raise BadRow(
                 f"message {number}: the chat template writes the conversation up to it otherwise once more messages "

@@ -5,8 +5,9 @@ Drawing is stateless: draw `d` is a function of the seed and `d` alone, so that 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +26,8 @@ from specs.wire.role_config import DataConfig
 from workers.chat_renderer import renderer_of
 from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label, summary
 from workers.data.prompts import PromptTable, build_table
-from workers.data.row_source import read_rows
+from workers.data.row_prompts import refuse_no_prompt, row_prompts
+from workers.data.row_source import DataRow, read_rows
 
 EVAL_IDS = 2**40  # first id of evaluation samples; ids of training stay below
 EVAL_SPAN = 2**36  # ids of one evaluation, so that no two draw the same random numbers
@@ -161,6 +163,7 @@ class RunRows:
     train: RowStream
     eval: RowStream | None
     name: str = ""  # of the evaluation
+    completed: Mapping[str, PromptStream] = field(default_factory=dict)  # by evaluation
 
     def draw(self, what: str, position: int, count: int) -> tuple[dict[str, Column], dict[str, Any]]:
         """Return ROW_COLUMNS of some draws, and the cursor after them. Of "all" each row that is trained on is drawn
@@ -171,15 +174,21 @@ class RunRows:
             return replace(self.train, shuffle=False, endless=False).draw(position, count)
         return self.eval.draw(position, count) if self.eval is not None else self.train.draw(position, 0)
 
+    def prompts(self, what: str, name: str = "") -> PromptStream:
+        assert name in self.completed, f"the spec has no {what} {name!r}"
+        return self.completed[name]
+
     def report(self) -> dict[str, Any]:
         """Return counts of read and skipped rows, for the user."""
+        completed = {name: len(prompts.indices) for name, prompts in self.completed.items()}
         own = [table for table in (self.eval.tables if self.eval else ()) if table is not self.train.tables[0]]
         tables = [*self.train.tables, *own]
         return {
             "rows": sum(map(len, self.train.indices)),
-            "eval_rows": {self.name: sum(map(len, self.eval.indices))} if self.eval else {},
+            "eval_rows": completed | ({self.name: sum(map(len, self.eval.indices))} if self.eval else {}),
             "dropped_overlong": sum(table.dropped_overlong for table in tables),
-            "dropped_bad": sum(table.dropped_bad for table in tables),
+            "dropped_bad": sum(table.dropped_bad for table in tables)
+            + sum(prompts.table.dropped_bad for prompts in self.completed.values()),
             "truncated": sum(table.truncated for table in tables),
             "summary": summary(self.train.tables),
             "largest_row": max(table.largest for table in tables),
@@ -194,21 +203,30 @@ def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
     trusted = config.trust_remote_code
     pad = pad_token_of(config.model_path, trust_remote_code=trusted) if rows.of_scores else None
 
-    def table(source: RowSet, most: int | None) -> ExampleTable:
-        found = read_rows(source.path, split=source.split, base=Path(config.spec_dir), max_rows=most)
+    def read(source: RowSet, most: int | None) -> Iterator[DataRow]:
+        return read_rows(source.path, split=source.split, base=Path(config.spec_dir), max_rows=most)
+
+    @contextmanager
+    def reader(source: RowSet) -> Iterator[ExampleReader]:
         with renderer_of(codec) if codec.has_chat_template else nullcontext() as chats:
-            made = build_examples(found, ExampleReader(source, rows, codec, chats, pad))
+            yield ExampleReader(source, rows, codec, chats, pad)
+
+    def table(source: RowSet, most: int | None, keep: deque[DataRow] | None = None) -> ExampleTable:
+        with reader(source) as examples:
+            made = build_examples(read(source, most), examples, keep.append if keep is not None else lambda row: None)
         refuse_nothing(made, rows)
         return made
 
     sources = rows.rows.sources
-    tables = [table(source, rows.rows.max_rows) for source in sources]
+    held_rows = deque[DataRow](maxlen=rows.eval.rows if rows.eval is not None and not rows.eval.data else None)
+    keeps = [held_rows if number == 0 and held_rows.maxlen and config.evals else None for number in range(len(sources))]
+    tables = [table(source, rows.rows.max_rows, keep) for source, keep in zip(sources, keeps, strict=True)]
     refuse_one_label(tables, rows)
     indices = [np.arange(len(one), dtype=np.int64) for one in tables]
     first_rows = np.cumsum([0, *map(len, tables)]).tolist()
     held = None
     if rows.eval is not None and rows.eval.data:
-        own = table(sources[0].model_copy(update={"path": rows.eval.data, "split": rows.eval.split}), None)
+        own = table(sources[0].reading(rows.eval.data, rows.eval.split), None, held_rows if config.evals else None)
         chosen = np.arange(min(rows.eval.rows, len(own)), dtype=np.int64)
         held = RowStream([own], [chosen], [first_rows[-1]], endless=False)
     elif rows.eval is not None:
@@ -221,7 +239,14 @@ def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
         indices[0] = indices[0][:cut]
     weights = [source.weight for source in sources]
     train = RowStream(tables, indices, first_rows, weights, config.seed, rows.rows.shuffle)
-    return RunRows(train, held, rows.eval.name if rows.eval else "")
+    chat, completed = any(one.rendered for one in tables), dict[str, PromptStream]()
+    for number, one in enumerate(config.evals):
+        source = sources[0].reading(one.data, one.split) if one.data else sources[0]
+        with reader(source) as prompts:
+            found = row_prompts(read(source, None) if one.data else held_rows, prompts, config, chat=chat)
+        refuse_no_prompt(found, one.key)
+        completed[one.name] = _held_out_prompts(found, np.arange(min(one.prompts, len(found)), dtype=np.int64), number)
+    return RunRows(train, held, rows.eval.name if rows.eval else "", completed)
 
 
 @dataclass(frozen=True)
@@ -276,8 +301,13 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
             source = (one.data, one.split)
             held = sources[source] = sources.get(source) or table(*source, None)
             indices = np.arange(min(one.prompts, len(held)), dtype=np.int64)
-        evals[one.name] = PromptStream(held, indices, endless=False, first_id=EVAL_IDS + number * EVAL_SPAN)
+        evals[one.name] = _held_out_prompts(held, indices, number)
     return RunData(PromptStream(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
+
+
+def _held_out_prompts(table: PromptTable, indices: NDArray[np.int64], number: int) -> PromptStream:
+    """Return the prompts of an evaluation, of which `number` come before it."""
+    return PromptStream(table, indices, endless=False, first_id=EVAL_IDS + number * EVAL_SPAN)
 
 
 def _rows_to_train_on(one: Evaluation, rows: int, source: str) -> int:

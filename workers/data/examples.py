@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
@@ -22,8 +22,10 @@ from workers.data.conversations import (
     chosen_messages,
     learned_text,
     mask_of,
+    plain,
+    rendered,
 )
-from workers.data.row_source import DataRow
+from workers.data.row_source import DataRow, DroppedRows
 from workers.joined_text import TextTokens, begun, ended, joined, without_padding
 
 if TYPE_CHECKING:  # a check of the first rows needs no arrays
@@ -45,6 +47,15 @@ class Learned:
 
 
 @dataclass(frozen=True)
+class RowPrompt:
+    """Hold what a row's answer goes on from: as text, as tokens, and the messages that it was made from."""
+
+    text: str
+    tokens: list[int]
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
 class Example:
     """Hold what a row teaches: one sequence, or a chosen one and then a rejected one."""
 
@@ -54,7 +65,7 @@ class Example:
 
 
 @dataclass
-class ExampleTable:
+class ExampleTable(DroppedRows):
     """Examples that can be drawn, sequence after sequence; example `i` has those from `first[i]` to `first[i + 1]`."""
 
     source: str
@@ -67,11 +78,8 @@ class ExampleTable:
     largest: int = 0  # tokens of an example that are computed in one row, with a prompt that is shared once
     ends: int = 0  # sequences of which the end is learned
     learns_from: set[str] = field(default_factory=set)
+    rendered: bool = False  # whether rows went through the chat template
     truncated: int = 0
-    dropped_bad: int = 0
-    first_bad: str = ""
-    dropped_overlong: int = 0
-    first_overlong: str = ""
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -115,9 +123,11 @@ class ExampleTable:
         }
 
 
-def build_examples(rows: Iterable[DataRow], reader: ExampleReader) -> ExampleTable:
-    """Read and tokenise rows; the table may be empty. Raises DataError on a bad or overlong row where the spec refuses
-    them, and ModelError when a chat template cannot be used at all."""
+def build_examples(
+    rows: Iterable[DataRow], reader: ExampleReader, keep: Callable[[DataRow], object] = lambda row: None
+) -> ExampleTable:
+    """Read and tokenise rows; the table may be empty. `keep` is given each row that is in it. Raises DataError on a bad
+    or overlong row where the spec refuses them, and ModelError when a chat template cannot be used at all."""
     table, data = ExampleTable(reader.source.path), reader.config.rows
     for row in rows:
         try:
@@ -128,11 +138,7 @@ def build_examples(rows: Iterable[DataRow], reader: ExampleReader) -> ExampleTab
             if len({tuple(sequence.tokens) for sequence in example.sequences}) < len(example.sequences):
                 raise BadRow(f"chosen and rejected are the same {len(example.sequences[0].tokens)} tokens")
         except BadRow as error:
-            if data.bad_rows == "refuse":
-                hint = 'fix the row, or set data.bad_rows = "drop" to leave such rows out'
-                raise DataError(f"{row.where}: {error}", hint=hint) from None
-            table.dropped_bad += 1
-            table.first_bad = table.first_bad or f"{row.where}: {error}"
+            table.drop_bad(row, str(error), data.bad_rows)
             continue
         if longest > data.max_tokens and data.overlong != "truncate":
             if data.overlong == "refuse":
@@ -143,8 +149,9 @@ def build_examples(rows: Iterable[DataRow], reader: ExampleReader) -> ExampleTab
             table.first_overlong = table.first_overlong or f"{row.where} has {longest}"
             continue
         table.add(example)
+        keep(row)
         table.ends += sum(reader.ends(sequence) for sequence in example.sequences)
-    table.learns_from = reader.learns_from
+    table.learns_from, table.rendered = reader.learns_from, reader.rendered
     return table
 
 
@@ -200,6 +207,7 @@ class ExampleReader:
         self.source, self.config, self.codec, self.chats = source, config, codec, chats
         self.data = config.rows
         self.learns_from: set[str] = set()  # in the rows so far
+        self.rendered = False  # whether one of them went through the chat template
         specials = codec.decode([[id_] for id_ in codec.special_ids], special_tokens=True)
         self._specials = tuple(filter(None, specials))
         self._keeps_blanks = bool(codec.encode([" "], rendered=True)[0])
@@ -232,6 +240,45 @@ class ExampleReader:
             self._check(sequence)
         return example
 
+    def prompt(self, row: DataRow, *, chat: bool) -> RowPrompt:
+        """Return what comes before the answer that the row ends in, written as it is where the answer is learned.
+        `chat`: whether a row that is a prompt of text alone goes through the chat template. Raises BadRow."""
+        if row.problem:
+            raise BadRow(row.problem)
+        values: Mapping[str, Any] = row.values
+        source = self.source
+        answers = [values.get(name) for name in (source.completion_column, source.chosen_column)]
+        if self.config.unit == "pair" and answers[1] is not None:
+            values = self._with_prompt(values)
+        if self.config.unit == "token" and values.get(source.messages_column) is not None:
+            messages = checked_messages(values[source.messages_column], source.messages_column)
+            numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+            messages = messages[: numbers[-1]] if numbers else messages
+            if not messages:
+                raise BadRow("the conversation begins with its only answer: nothing is there to go on from")
+            return self._asked(messages, values)
+        prompt, answered = values.get(source.prompt_column), [one for one in answers if one is not None]
+        if prompt is None:
+            raise BadRow(f"no column {source.prompt_column!r} to complete; the row has {', '.join(map(repr, values))}")
+        listed = any(isinstance(one, list) for one in (prompt, *answered))
+        if listed or self._always_chat or (chat and not answered):
+            return self._asked(_messages(prompt, source.prompt_column, "user"), values)
+        text = _text(values, source.prompt_column)
+        (tokens,) = begun(self.codec, [text])
+        if not tokens:
+            raise BadRow("the prompt has no tokens: the tokenizer drops all of its characters")
+        return RowPrompt(text, tokens, [{"role": "user", "content": text}])
+
+    def _asked(self, messages: Sequence[Message], values: Mapping[str, Any]) -> RowPrompt:
+        """Return a conversation as the chat template writes it up to the answer that it asks for."""
+        messages = [plain(message) for message in self._with_system(messages)]
+        text = rendered(self._template(), messages, begins_answer=True, tools=self._tools(values))
+        return RowPrompt(text, self._located(text)[0], messages)
+
+    @property
+    def _always_chat(self) -> bool:
+        return self.data.chat == "always" or bool(self.data.system)
+
     def ends(self, sequence: Learned) -> bool:
         """Return whether the token that ends the sequence, or its last turn, is learned."""
         last = len(sequence.mask) - 1 - sequence.mask[::-1].index(1)
@@ -258,10 +305,17 @@ class ExampleReader:
             raise BadRow(f"column {source.margin_column!r} is no number")
         if margin is not None and not isfinite(margin):
             raise BadRow(f"column {source.margin_column!r} is not finite")
-        whole = _whole_conversations(*(values[column] for column in columns))
-        if whole or values.get(source.prompt_column) is None:
-            values = {**values, **self._implicit(values, columns)}
+        values = self._with_prompt(values)
         return Example([self._completed(values, column) for column in columns], (1, 0), float(margin or 0.0))
+
+    def _with_prompt(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a pair's columns with a prompt apart from both completions: their common beginning where they hold
+        it."""
+        columns = (self.source.chosen_column, self.source.rejected_column)
+        whole = _whole_conversations(*(values.get(column) for column in columns))
+        if whole or values.get(self.source.prompt_column) is None:
+            return {**values, **self._implicit(values, columns)}
+        return values
 
     def _implicit(self, values: Mapping[str, Any], columns: tuple[str, str]) -> dict[str, Any]:
         """Take the common beginning of both completions for the prompt."""
@@ -285,7 +339,7 @@ class ExampleReader:
         """Return a prompt with the completion in `column`."""
         prompt, completion = values.get(self.source.prompt_column), values.get(column)
         listed = isinstance(prompt, list) or isinstance(completion, list)
-        if not listed and not (self.data.chat == "always" or self.data.system):
+        if not listed and not self._always_chat:
             return self._joined(_text(values, self.source.prompt_column), _text(values, column))
         before = _messages(prompt, self.source.prompt_column, "user")
         after = _messages(completion, column, ASSISTANT)
@@ -313,21 +367,34 @@ class ExampleReader:
     def _conversation(
         self, messages: Sequence[Message], learn_from: LearnFrom, first: int = 0, *, values: Mapping[str, Any]
     ) -> Learned:
-        if self.chats is None or self.data.chat == "never":
-            why = 'data.chat = "never"' if self.data.chat == "never" else "the tokenizer has no chat template"
-            raise BadRow(f"the row holds messages, and {why}")
+        chats = self._template()
         if learn_from == "completion" and not first:
             raise BadRow('data.learn_from = "completion", and the row is one conversation: write "assistant"')
-        if self.data.system and messages[0]["role"] != "system":
-            messages, first = [{"role": "system", "content": self.data.system}, *messages], first + bool(first)
+        count, messages = len(messages), self._with_system(messages)
+        first += (len(messages) - count) * bool(first)
         learned = None if learn_from == "all" else chosen_messages(messages, learn_from, first)
-        tools = _tools(values.get(self.source.tools_column), self.source.tools_column)
-        found = learned_text(messages, learned, self.chats, lambda text: text.endswith(self._specials), tools)
+        tools = self._tools(values)
+        found = learned_text(messages, learned, chats, lambda text: text.endswith(self._specials), tools)
         tokens, offsets = self._located(found.text)
         mask = mask_of(offsets, found)
         if all(mask) and learned is not None:
             raise BadRow(f'all of its tokens are learned, with data.learn_from = "{learn_from}"')
         return Learned(tokens, mask)
+
+    def _template(self) -> ChatRenderer:
+        if self.chats is None or self.data.chat == "never":
+            why = 'data.chat = "never"' if self.data.chat == "never" else "the tokenizer has no chat template"
+            raise BadRow(f"the row holds messages, and {why}")
+        self.rendered = True
+        return self.chats
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self.data.system and messages[0]["role"] != "system":
+            return [{"role": "system", "content": self.data.system}, *messages]
+        return messages
+
+    def _tools(self, values: Mapping[str, Any]) -> list[Any] | None:
+        return _tools(values.get(self.source.tools_column), self.source.tools_column)
 
     def _located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a text and the characters of each, with the blanks that some tokenizers leave out."""

@@ -21,7 +21,6 @@ from workers.data.prompts import (
     PromptCodec,
     PromptTable,
     RowReader,
-    drop_bad,
     messages_of,
     prompt_of,
     read_table,
@@ -68,7 +67,7 @@ def _check_later(source: str, rows: Iterator[DataRow], reader: RowReader) -> Non
         try:
             reader.prompt(row)
         except BadRow as error:
-            drop_bad(table, row, str(error), reader.data)
+            table.drop_bad(row, str(error), reader.data.bad_rows)
         if time.monotonic() > until:
             return
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from workers.data.examples import (
     refuse_one_label,
     summary,
 )
+from workers.data.row_prompts import refuse_no_prompt, row_prompts
 from workers.data.row_source import DataRow, read_rows
 
 _ROWS = 256
@@ -42,11 +43,13 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
     """Yield what is wrong with the first rows of each source that lies on this machine."""
     readers = _readers(config, codec, chats)
     trained: list[ExampleTable] = []  # that are known whole
+    chat = False
     for key, reader in readers.items():
         path = show(reader.source.path)
         try:
             rows = _rows(config, reader)
             table = build_examples(islice(rows, _ROWS), reader)
+            chat = chat or (key != _EVAL and table.rendered)
             if next(rows, None) is not None:  # others may be better
                 continue
             refuse_nothing(table, reader.config)
@@ -58,6 +61,28 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
         except ModelError as error:
             yield Finding(key="model.path", message=error.message, hint=error.hint, value=show(config.model_path))
             return
+    yield from _prompt_findings(config, readers, chat)
+
+
+def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], chat: bool) -> Iterator[Finding]:
+    """Yield what is wrong with the prompts that are completed to evaluate the model. `chat`: whether rows that are
+    trained on go through the chat template."""
+    for one in config.evals:
+        first = (
+            next(iter(readers.values()), None) if one.data else readers.get(_EVAL, next(iter(readers.values()), None))
+        )
+        if first is None or is_hub_data(one.data):
+            continue
+        source = first.source.reading(one.data, one.split) if one.data else first.source
+        reader = ExampleReader(source, first.config, first.codec, first.chats)
+        try:
+            rows = _rows(config, reader)
+            table = row_prompts(islice(rows, _ROWS), reader, config, chat=chat)
+            if next(rows, None) is None:
+                refuse_no_prompt(table, one.key)
+        except DataError as error:
+            key = f"{one.key}.data" if one.data else one.key
+            yield Finding(key=key, message=error.message, hint=error.hint, value=show(source.path))
 
 
 def first_rows(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> FirstRows:
@@ -83,6 +108,6 @@ def _readers(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) ->
     sources = dict(zip(rows.rows.named, rows.rows.sources, strict=True))
     if rows.eval is not None and rows.eval.data:
         first = next(iter(sources.values()))
-        sources[_EVAL] = first.model_copy(update={"path": rows.eval.data, "split": rows.eval.split})
+        sources[_EVAL] = first.reading(rows.eval.data, rows.eval.split)
     here = {key: source for key, source in sources.items() if not is_hub_data(source.path)}
     return {key: ExampleReader(source, rows, codec, chats) for key, source in here.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +16,7 @@ from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.data.conversations import BadRow
-from workers.data.row_source import DataRow
+from workers.data.row_source import DataRow, DroppedRows
 
 if TYPE_CHECKING:
     from backends.hf.tokenizer import TextCodec
@@ -39,7 +39,7 @@ class PromptCodec(Protocol):
 
 
 @dataclass
-class PromptTable:
+class PromptTable(DroppedRows):
     """Prompts that can be drawn. `tokens` holds all of them one after another; prompt `i` is
     `tokens[offsets[i]:offsets[i + 1]]`. A row's index here is its `row_B`."""
 
@@ -49,10 +49,7 @@ class PromptTable:
     wheres: list[str] = field(default_factory=list)
     tokens: array[int] = field(default_factory=lambda: array("q"))
     offsets: array[int] = field(default_factory=lambda: array("q", [0]))
-    dropped_bad: int = 0
-    first_bad: str = ""
-    dropped_overlong: int = 0
-    first_overlong: str = ""
+    conversation: Callable[[Mapping[str, Any]], Messages] | None = None  # that a row's prompt was made from
     longest_prompt_tokens: int = 0  # of all rows, including dropped ones
 
     def __len__(self) -> int:
@@ -61,33 +58,40 @@ class PromptTable:
     def prompt_ids(self, row: int) -> array[int]:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
+    def add(self, row: DataRow, text: str, tokens: Sequence[int]) -> None:
+        self.rows.append(row.values)
+        self.prompts.append(text)
+        self.wheres.append(row.where)
+        self.tokens.extend(tokens)
+        self.offsets.append(len(self.tokens))
+
     def rows_of(
-        self, row_B: Column, columns: Sequence[str] | None, conversations: DataSection | None = None
+        self, row_B: Column, columns: Sequence[str] | None, *, messages: bool = False
     ) -> dict[str, dict[str, Any]]:
         """Return rows by number, as JSON for a scorer: location of the row, its prompt as text, and its values in
-        `columns` (None: all). Values that JSON does not know (dates, decimals, bytes) are text. `conversations`: the
-        section that says how a row becomes messages, where these are to go along."""
+        `columns` (None: all). Values that JSON does not know (dates, decimals, bytes) are text. `messages`: whether
+        the conversations that prompts were made from go along."""
+        conversation = self.conversation if messages else None
         return {
             str(row): {
                 "where": self.wheres[row],
                 "prompt": self.prompts[row],
                 "values": _plain(self.rows[row], columns),
-                **({} if conversations is None else {"messages": _conversation(self.rows[row], conversations)}),
+                **({} if conversation is None else {"messages": as_json(conversation(self.rows[row]))}),
             }
             for row in sorted(set(row_B.tolist()))
         }
 
 
-def _conversation(values: Mapping[str, Any], data: DataSection) -> Messages:
-    """Return the conversation that a row's prompt was made from; of plain text, one message of the user."""
-    messages: Messages = json.loads(json.dumps(messages_of(prompt_of(values, data), data), default=str))
-    return messages
-
-
 def _plain(values: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
     kept = values if columns is None else {name: values[name] for name in columns if name in values}
-    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    plain: dict[str, Any] = as_json(kept)
     return plain
+
+
+def as_json(value: Any) -> Any:
+    """Return a value with text for what JSON does not know."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def build_table(
@@ -118,16 +122,13 @@ def read_table(
     through one. Raises DataError on a bad row where the spec refuses them, and ModelError when the template cannot be
     used at all."""
     table, data = PromptTable(source), reader.data
+    table.conversation = lambda values: messages_of(prompt_of(values, data), data)
     rendered = _rendered(table, rows, reader, chats)
     while chunk := list(islice(rendered, ENCODE_ROWS)):
         encoded = codec.encode([text for _, text in chunk], rendered=chats is not None)
         for (row, text), ids in zip(chunk, encoded, strict=True):
             if _admit(table, row, ids, data):
-                table.rows.append(row.values)
-                table.prompts.append(text)
-                table.wheres.append(row.where)
-                table.tokens.extend(ids)
-                table.offsets.append(len(table.tokens))
+                table.add(row, text, ids)
     return table
 
 
@@ -142,9 +143,10 @@ def _rendered(
                 raise BadRow("the prompt is empty")
             text.encode()
         except UnicodeEncodeError:
-            drop_bad(table, row, "the prompt holds half of a surrogate pair, which is not text", reader.data)
+            problem = "the prompt holds half of a surrogate pair, which is not text"
+            table.drop_bad(row, problem, reader.data.bad_rows)
         except BadRow as error:
-            drop_bad(table, row, str(error), reader.data)
+            table.drop_bad(row, str(error), reader.data.bad_rows)
         else:
             yield row, text
 
@@ -193,23 +195,28 @@ class RowReader:
         raise BadRow(f"column {self.data.prompt_column!r} is {type(prompt).__name__}, not text, and {why}")
 
     def _check_columns(self, values: Mapping[str, Any]) -> None:
-        for column in self.columns:
-            if values.get(column) is None:
-                lacks = f"column {column!r} is null" if column in values else f"no column {column!r}"
-                raise BadRow(f"{lacks}; the row has {', '.join(map(repr, values)) or 'none'}")
-            if problem := not_a_value(values[column]):
-                raise BadRow(f"column {column!r} is {problem}")
-            if isinstance(values[column], dict | list) and column in self.in_template:
+        check_columns(values, self.columns, self.data.answer_column if self.needs_answer else "")
+        for column in self.in_template:
+            if isinstance(values[column], dict | list):
                 raise BadRow(f"column {column!r} is {type(values[column]).__name__}, which no template can write")
-        if self.needs_answer:
-            self._check_answer(values[self.data.answer_column])
 
-    def _check_answer(self, answer: Any) -> None:
-        column = f"column {self.data.answer_column!r}"
-        if not isinstance(answer, str | int | float):
-            raise BadRow(f"{column} must be text or a number, not {type(answer).__name__}")
-        if problem := blank_answer(answer):
-            raise BadRow(f"{column} {problem}")
+
+def check_columns(values: Mapping[str, Any], columns: Sequence[str], answer_column: str) -> None:
+    """Raise BadRow where a row lacks a column that is read, or where what completions are compared with is no answer.
+    `answer_column`: empty where they are not."""
+    for column in columns:
+        if values.get(column) is None:
+            lacks = f"column {column!r} is null" if column in values else f"no column {column!r}"
+            raise BadRow(f"{lacks}; the row has {', '.join(map(repr, values)) or 'none'}")
+        if problem := not_a_value(values[column]):
+            raise BadRow(f"column {column!r} is {problem}")
+    if not answer_column:
+        return
+    answer, column = values[answer_column], f"column {answer_column!r}"
+    if not isinstance(answer, str | int | float):
+        raise BadRow(f"{column} must be text or a number, not {type(answer).__name__}")
+    if problem := blank_answer(answer):
+        raise BadRow(f"{column} {problem}")
 
 
 def prompt_of(values: Mapping[str, Any], data: DataSection) -> Any:
@@ -242,22 +249,14 @@ def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) 
     """Count a prompt that is too long or empty; return True if it may be drawn."""
     table.longest_prompt_tokens = max(table.longest_prompt_tokens, len(ids))
     if not ids:
-        drop_bad(table, row, "the prompt has no tokens: the tokenizer drops all of its characters", data)
+        problem = "the prompt has no tokens: the tokenizer drops all of its characters"
+        table.drop_bad(row, problem, data.bad_rows)
         return False
     if len(ids) <= data.max_prompt_tokens:
         return True
     table.dropped_overlong += 1
     table.first_overlong = table.first_overlong or f"{row.where} has {len(ids)}"
     return False
-
-
-def drop_bad(table: PromptTable, row: DataRow, problem: str, data: DataSection) -> None:
-    """Count a bad row. Raises DataError where the spec refuses them."""
-    if data.bad_rows == "refuse":
-        hint = 'fix the row, or set data.bad_rows = "drop" to leave such rows out'
-        raise DataError(f"{row.where}: {problem}", hint=hint)
-    table.dropped_bad += 1
-    table.first_bad = table.first_bad or f"{row.where}: {problem}"
 
 
 def _refuse_overlong_or_empty(table: PromptTable, data: DataSection) -> None:

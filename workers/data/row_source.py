@@ -30,6 +30,24 @@ class DataRow:
     problem: str = ""
 
 
+@dataclass(kw_only=True)
+class DroppedRows:
+    """Count the rows of a source that are left out."""
+
+    dropped_bad: int = 0
+    first_bad: str = ""
+    dropped_overlong: int = 0
+    first_overlong: str = ""
+
+    def drop_bad(self, row: DataRow, problem: str, bad_rows: str) -> None:
+        """Count a bad row. Raises DataError where the key `bad_rows` of the spec refuses them."""
+        if bad_rows == "refuse":
+            hint = 'fix the row, or set data.bad_rows = "drop" to leave such rows out'
+            raise DataError(f"{row.where}: {problem}", hint=hint)
+        self.dropped_bad += 1
+        self.first_bad = self.first_bad or f"{row.where}: {problem}"
+
+
 def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> Iterator[DataRow]:
     """Yield the rows of a `*.jsonl` or `*.parquet` file, a built-in task, or a hub dataset `owner/name[:config]`.
 

@@ -51,11 +51,12 @@ class Data:
         """The prompts at a position of the cursor, each repeated for its group. The body holds the cursor after them,
         and under `rows` the rows that a scorer needs, by their numbers in `row_B`."""
         assert self._config is not None, "build comes first"
-        assert self._data is not None, "open_data comes first"
-        prompts = self._data.prompts(call.body.what, call.body.name)
+        data = self._data or self._rows
+        assert data is not None, "open_data comes first"
+        prompts = data.prompts(call.body.what, call.body.name)
         columns, state = prompts.draw(call.body.position, call.body.count, call.body.group_size)
-        conversations = self._config.data if self._config.tells_messages else None
-        rows = prompts.table.rows_of(columns["row_B"], self._config.row_columns, conversations)
+        tells = self._config.tells_messages
+        rows = prompts.table.rows_of(columns["row_B"], self._config.row_columns, messages=tells)
         return {**state, "rows": rows}, columns
 
     def handlers(self) -> Mapping[Verb, Handler]:

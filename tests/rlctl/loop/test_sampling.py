@@ -42,7 +42,7 @@ def test_a_step_compares_with_what_a_greedy_call_writes(tmp_path: Path, size: in
     with local_run(preset("fake", tmp_path), tmp_path / "run", *REMAX, f"algorithm.group_size={size}") as run:
         driver = run.driver
         driver.begin(0)
-        prompts = driver.sampler.training_prompts(driver.sampler.ask(0, 8, 1).result()[0])
+        prompts = driver.queue.prompts_of(driver.queue.ask(8, 1).result()[0])
         alone = prompts.select(np.flatnonzero(prompts.batch["greedy_B"]))
         plain = {name: column for name, column in alone.batch.columns.items() if name != "greedy_B"}
         once = Sampling(seed=run.spec.run.seed, greedy=True, max_response_tokens=run.spec.data.max_response_tokens)

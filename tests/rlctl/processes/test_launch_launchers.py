@@ -291,7 +291,7 @@ def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
     assert "--resume" in arguments_from(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")
 
 
-@pytest.mark.parametrize("name", ["sft-cpu", "reward-model-cpu"])
+@pytest.mark.parametrize("name", ["dpo-cpu", "reward-model-cpu"])
 def test_what_learns_from_rows_has_all_hosts_of_a_job(tmp_path: Path, name: str) -> None:
     spec = preset(name, tmp_path)
     arguments = arguments_from(write_batch_script(spec, force=False), tmp_path, ["n0", "n1", "n2"])

@@ -12,6 +12,14 @@ from specs.load.load import spec_from
 RUN = {"run": {"recipe": "preference", "name": "x", "steps": 2}, "model": {"path": "builtin:tiny-digits"}}
 DATA = {"train": "pairs.jsonl", "rows_per_step": 4, "max_tokens": 32}
 DPO = {"kind": "dpo"}
+EXACT = {"kind": "exact_match"}
+
+
+def generated(**keys: Any) -> dict[str, Any]:
+    return {"eval": {"every": 1, "generate": {"max_response_tokens": 4, **keys}}, "reward": {"terms": [EXACT]}}
+
+
+GENERATED = generated()
 
 
 @pytest.mark.parametrize(
@@ -36,6 +44,21 @@ DPO = {"kind": "dpo"}
             {"objective.mixture.0.precompute_ref": "is that of all terms"},
         ),
         ({"objective": {"kind": "bpo"}}, {"objective.kind": "unknown kind; known: dpo"}),
+        (GENERATED, {}),
+        ({"eval": {"every": 1, "generate": {"max_response_tokens": 4}}}, {"[reward]": "is missing"}),
+        ({"reward": {"terms": [EXACT]}, "rollout": {}}, {"[reward]": "has no effect", "[rollout]": "has no effect"}),
+        ({**GENERATED, "rollout": {"temperature": 0.5}}, {"rollout.temperature": "no sample is learned from"}),
+        ({**GENERATED, "rollout": {"max_staleness": 1}}, {"rollout.max_staleness": "no sample is learned from"}),
+        (generated(prompts=65), {"eval.generate.prompts": "more than eval.rows = 64"}),
+        (generated(prompts=65, data="more.jsonl"), {}),
+        (generated(split="x"), {"eval.generate.split": "has no effect"}),
+        (generated(samples_per_prompt=2), {"eval.generate.samples_per_prompt": "are all the same"}),
+        (generated(pass_term=1), {"eval.generate.pass_term": "reward.terms has 1"}),
+        (
+            {**generated(answer_column="x"), "reward": {"terms": [{"kind": "regex", "pattern": "a"}]}},
+            {"eval.generate.answer_column": "no term of reward.terms compares with it"},
+        ),
+        ({**GENERATED, "sync": {"delta": True}}, {"sync.delta": "has no effect"}),
         ({"algorithm": {"kind": "grpo"}}, {"algorithm": "unknown key: this recipe does not have it"}),
     ],
 )

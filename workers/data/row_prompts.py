@@ -1,0 +1,44 @@
+"""Prompts to evaluate on, of a recipe that learns from rows: written as its rows are, up to what the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specs.errors import DataError
+from specs.wire.role_config import DataConfig
+from workers.data.conversations import BadRow
+from workers.data.examples import ExampleReader
+from workers.data.prompts import PromptTable, check_columns
+from workers.data.row_source import DataRow
+
+
+def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConfig, *, chat: bool) -> PromptTable:
+    """Read and tokenise the prompts of rows; the table may be empty. `chat`: whether rows that are a prompt of text
+    alone go through the chat template. Raises DataError on a bad row where the spec refuses them, and ModelError when
+    the template cannot be used at all."""
+    answer, most = config.answer_column if config.needs_answer else "", config.max_prompt_tokens
+    columns = tuple(filter(None, dict.fromkeys((answer, *config.needs_columns))))
+    table = PromptTable(reader.source.path)
+    table.conversation = lambda values: [*map(dict, reader.prompt(DataRow("", dict(values)), chat=chat).messages)]
+    for row in rows:
+        try:
+            prompt = reader.prompt(row, chat=chat)
+            check_columns(row.values, columns, answer)
+            table.longest_prompt_tokens = max(table.longest_prompt_tokens, len(prompt.tokens))
+            if len(prompt.tokens) > most:
+                raise BadRow(f"the prompt has {len(prompt.tokens)} tokens, more than the {most} of eval.generate")
+        except BadRow as error:
+            table.drop_bad(row, str(error), reader.data.bad_rows)
+            continue
+        table.add(row, prompt.text, prompt.tokens)
+    return table
+
+
+def refuse_no_prompt(table: PromptTable, key: str) -> None:
+    """Raises DataError where no prompt is left. `key`: of the set, dotted."""
+    if not len(table):
+        why = (
+            f"{table.dropped_bad} rows are bad, the first: {table.first_bad}" if table.dropped_bad else "it has no rows"
+        )
+        hint = "check its columns, and eval.generate.max_prompt_tokens"
+        raise DataError(f"{table.source}: no prompt is left for {key} ({why})", hint=hint)
