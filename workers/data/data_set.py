@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from backends.hf.tokenizer import TextCodec, pad_token_of
 from specs.errors import DataError
-from specs.schema.eval_sets import Evaluation
 from specs.schema.rows import RowSet
 from specs.wire.batch import Column
 from specs.wire.messages import ROW_COLUMNS
-from specs.wire.role_config import DataConfig
+from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat_renderer import renderer_of
 from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label, summary
 from workers.data.prompts import PromptTable, build_table
@@ -195,57 +194,68 @@ class RunRows:
         }
 
 
+@dataclass(frozen=True)
+class RowSources:
+    """Reads the sources of a recipe that learns from rows, each with the chat template of the model."""
+
+    config: DataConfig
+    rows: RowsConfig
+    codec: TextCodec
+    pad: int | None
+
+    def read(self, source: RowSet, most: int | None) -> Iterator[DataRow]:
+        return read_rows(source.path, split=source.split, base=Path(self.config.spec_dir), max_rows=most)
+
+    @contextmanager
+    def reader(self, source: RowSet) -> Iterator[ExampleReader]:
+        with renderer_of(self.codec) if self.codec.has_chat_template else nullcontext() as chats:
+            yield ExampleReader(source, self.rows, self.codec, chats, self.pad)
+
+    def table(self, source: RowSet, most: int | None, keep: deque[DataRow]) -> ExampleTable:
+        """Return the examples of a source. `keep` gets their rows, as many as it has room for."""
+        with self.reader(source) as reader:
+            table = build_examples(self.read(source, most), reader, keep.append)
+        refuse_nothing(table, self.rows)
+        return table
+
+    def prompts(self, number: int, source: RowSet, held_out: Sequence[DataRow], *, chat: bool) -> PromptStream:
+        """Return the prompts of the evaluation of this number: of its own source, or of the rows that are held out."""
+        one = self.config.evals[number]
+        source = source.reading(one.data, one.split) if one.data else source
+        with self.reader(source) as reader:
+            table = row_prompts(self.read(source, None) if one.data else held_out, reader, self.config, chat=chat)
+        refuse_no_prompt(table, one.key)
+        return _held_out_prompts(table, np.arange(min(one.prompts, len(table)), dtype=np.int64), number)
+
+
 def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
     """Read and tokenise the rows of `[data]` and `[eval]`. Raises DataError."""
     rows = config.rows
     assert rows is not None, "there are no rows"
-
-    trusted = config.trust_remote_code
-    pad = pad_token_of(config.model_path, trust_remote_code=trusted) if rows.of_scores else None
-
-    def read(source: RowSet, most: int | None) -> Iterator[DataRow]:
-        return read_rows(source.path, split=source.split, base=Path(config.spec_dir), max_rows=most)
-
-    @contextmanager
-    def reader(source: RowSet) -> Iterator[ExampleReader]:
-        with renderer_of(codec) if codec.has_chat_template else nullcontext() as chats:
-            yield ExampleReader(source, rows, codec, chats, pad)
-
-    def table(source: RowSet, most: int | None, keep: deque[DataRow] | None = None) -> ExampleTable:
-        with reader(source) as examples:
-            made = build_examples(read(source, most), examples, keep.append if keep is not None else lambda row: None)
-        refuse_nothing(made, rows)
-        return made
-
-    sources = rows.rows.sources
-    held_rows = deque[DataRow](maxlen=rows.eval.rows if rows.eval is not None and not rows.eval.data else None)
-    keeps = [held_rows if number == 0 and held_rows.maxlen and config.evals else None for number in range(len(sources))]
-    tables = [table(source, rows.rows.max_rows, keep) for source, keep in zip(sources, keeps, strict=True)]
+    pad = pad_token_of(config.model_path, trust_remote_code=config.trust_remote_code) if rows.of_scores else None
+    data, sources = RowSources(config, rows, codec, pad), rows.rows.sources
+    last = [deque[DataRow](maxlen=0) for _ in sources]  # rows of each source that will be held out
+    if rows.eval is not None and config.evals and not rows.eval.data:
+        last[0] = deque(maxlen=rows.eval.rows)
+    tables = [data.table(source, rows.rows.max_rows, keep) for source, keep in zip(sources, last, strict=True)]
     refuse_one_label(tables, rows)
-    indices = [np.arange(len(one), dtype=np.int64) for one in tables]
+    indices = [np.arange(len(table), dtype=np.int64) for table in tables]
     first_rows = np.cumsum([0, *map(len, tables)]).tolist()
     held = None
     if rows.eval is not None and rows.eval.data:
-        own = table(sources[0].reading(rows.eval.data, rows.eval.split), None, held_rows if config.evals else None)
-        chosen = np.arange(min(rows.eval.rows, len(own)), dtype=np.int64)
-        held = RowStream([own], [chosen], [first_rows[-1]], endless=False)
+        last[0] = deque()
+        own = data.table(sources[0].reading(rows.eval.data, rows.eval.split), None, last[0])
+        held = RowStream([own], [np.arange(min(rows.eval.rows, len(own)))], [first_rows[-1]], endless=False)
     elif rows.eval is not None:
-        cut = len(tables[0]) - rows.eval.rows
-        if cut <= 0:
-            hint = "lower eval.rows, or name another source in eval.data"
-            short = f"{sources[0].path} has only {len(tables[0])} usable rows: all would be held out"
-            raise DataError(f"eval.rows = {rows.eval.rows}: {short}", hint=hint)
+        cut = _rows_to_train_on("eval.rows", rows.eval.rows, len(tables[0]), sources[0].path)
         held = RowStream(tables[:1], [indices[0][cut:]], [0], endless=False)
         indices[0] = indices[0][:cut]
     weights = [source.weight for source in sources]
     train = RowStream(tables, indices, first_rows, weights, config.seed, rows.rows.shuffle)
-    chat, completed = any(one.rendered for one in tables), dict[str, PromptStream]()
-    for number, one in enumerate(config.evals):
-        source = sources[0].reading(one.data, one.split) if one.data else sources[0]
-        with reader(source) as prompts:
-            found = row_prompts(read(source, None) if one.data else held_rows, prompts, config, chat=chat)
-        refuse_no_prompt(found, one.key)
-        completed[one.name] = _held_out_prompts(found, np.arange(min(one.prompts, len(found)), dtype=np.int64), number)
+    chat = any(table.rendered for table in tables)
+    completed = {
+        one.name: data.prompts(number, sources[0], last[0], chat=chat) for number, one in enumerate(config.evals)
+    }
     return RunRows(train, held, rows.eval.name if rows.eval else "", completed)
 
 
@@ -295,7 +305,7 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
     sources: dict[tuple[str, str], PromptTable] = {}  # several sets may be of one source
     for number, one in enumerate(config.evals):
         if not one.data:
-            cut = _rows_to_train_on(one, len(train), data.train)
+            cut = _rows_to_train_on(f"{one.key}.prompts", one.prompts, len(train), data.train)
             held, indices = train, np.arange(cut, len(train), dtype=np.int64)
         else:
             source = (one.data, one.split)
@@ -310,10 +320,10 @@ def _held_out_prompts(table: PromptTable, indices: NDArray[np.int64], number: in
     return PromptStream(table, indices, endless=False, first_id=EVAL_IDS + number * EVAL_SPAN)
 
 
-def _rows_to_train_on(one: Evaluation, rows: int, source: str) -> int:
-    """Return how many rows of `source` are left to train on. Raises DataError where none are."""
-    if rows <= one.prompts:
-        hint = f"lower {one.key}.prompts, or name another source in {one.key}.data"
-        short = f"{source} has only {rows} usable rows: all would be held out"
-        raise DataError(f"{one.key}.prompts = {one.prompts}: {short}", hint=hint)
-    return rows - one.prompts
+def _rows_to_train_on(key: str, held_out: int, rows: int, source: str) -> int:
+    """Return how many rows of `source` are left to train on. Raises DataError where none are. `key`: how many are
+    held out."""
+    if rows <= held_out:
+        hint = f"lower {key}, or name another source in {key.rpartition('.')[0]}.data"
+        raise DataError(f"{key} = {held_out}: {source} has only {rows} usable rows: all would be held out", hint=hint)
+    return rows - held_out

@@ -48,11 +48,10 @@ class Learned:
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """Hold what a row's answer goes on from: as text, as tokens, and the messages that it was made from."""
+    """Hold what a row's answer goes on from, as text and as tokens."""
 
     text: str
     tokens: list[int]
-    messages: list[Message]
 
 
 @dataclass(frozen=True)
@@ -241,11 +240,22 @@ class ExampleReader:
         return example
 
     def prompt(self, row: DataRow, *, chat: bool) -> RowPrompt:
-        """Return what comes before the answer that the row ends in, written as it is where the answer is learned.
-        `chat`: whether a row that is a prompt of text alone goes through the chat template. Raises BadRow."""
+        """Return what the row's answer goes on from (`asked`), written as it is where the answer is learned. Raises
+        BadRow."""
         if row.problem:
             raise BadRow(row.problem)
-        values: Mapping[str, Any] = row.values
+        asked = self.asked(row.values, chat=chat)
+        if isinstance(asked, str):
+            (tokens,) = begun(self.codec, [asked])
+            if not tokens:
+                raise BadRow("the prompt has no tokens: the tokenizer drops all of its characters")
+            return RowPrompt(asked, tokens)
+        text = rendered(self._template(), asked, begins_answer=True, tools=self._tools(row.values))
+        return RowPrompt(text, self._located(text)[0])
+
+    def asked(self, values: Mapping[str, Any], *, chat: bool) -> str | list[Message]:
+        """Return what comes before the answer that a row ends in: text, or messages for the chat template. `chat`:
+        whether a row that is a prompt of text alone goes through that. Raises BadRow."""
         source = self.source
         answers = [values.get(name) for name in (source.completion_column, source.chosen_column)]
         if self.config.unit == "pair" and answers[1] is not None:
@@ -256,24 +266,16 @@ class ExampleReader:
             messages = messages[: numbers[-1]] if numbers else messages
             if not messages:
                 raise BadRow("the conversation begins with its only answer: nothing is there to go on from")
-            return self._asked(messages, values)
-        prompt, answered = values.get(source.prompt_column), [one for one in answers if one is not None]
-        if prompt is None:
-            raise BadRow(f"no column {source.prompt_column!r} to complete; the row has {', '.join(map(repr, values))}")
-        listed = any(isinstance(one, list) for one in (prompt, *answered))
-        if listed or self._always_chat or (chat and not answered):
-            return self._asked(_messages(prompt, source.prompt_column, "user"), values)
-        text = _text(values, source.prompt_column)
-        (tokens,) = begun(self.codec, [text])
-        if not tokens:
-            raise BadRow("the prompt has no tokens: the tokenizer drops all of its characters")
-        return RowPrompt(text, tokens, [{"role": "user", "content": text}])
-
-    def _asked(self, messages: Sequence[Message], values: Mapping[str, Any]) -> RowPrompt:
-        """Return a conversation as the chat template writes it up to the answer that it asks for."""
-        messages = [plain(message) for message in self._with_system(messages)]
-        text = rendered(self._template(), messages, begins_answer=True, tools=self._tools(values))
-        return RowPrompt(text, self._located(text)[0], messages)
+        else:
+            prompt, answered = values.get(source.prompt_column), [one for one in answers if one is not None]
+            if prompt is None:
+                has = ", ".join(map(repr, values))
+                raise BadRow(f"no column {source.prompt_column!r} to complete; the row has {has}")
+            listed = any(isinstance(one, list) for one in (prompt, *answered))
+            if not (listed or self._always_chat or (chat and not answered)):
+                return _text(values, source.prompt_column)
+            messages = _messages(prompt, source.prompt_column, "user")
+        return [plain(message) for message in self._with_system(messages)]
 
     @property
     def _always_chat(self) -> bool:

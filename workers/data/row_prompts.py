@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from specs.errors import DataError
 from specs.wire.role_config import DataConfig
 from workers.data.conversations import BadRow
 from workers.data.examples import ExampleReader
-from workers.data.prompts import PromptTable, check_columns
+from workers.data.prompts import Messages, PromptTable, check_columns
 from workers.data.row_source import DataRow
 
 
@@ -19,7 +20,12 @@ def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConf
     answer, most = config.answer_column if config.needs_answer else "", config.max_prompt_tokens
     columns = tuple(filter(None, dict.fromkeys((answer, *config.needs_columns))))
     table = PromptTable(reader.source.path)
-    table.conversation = lambda values: [*map(dict, reader.prompt(DataRow("", dict(values)), chat=chat).messages)]
+
+    def conversation(values: Mapping[str, Any]) -> Messages:
+        asked = reader.asked(values, chat=chat)
+        return [{"role": "user", "content": asked}] if isinstance(asked, str) else [*map(dict, asked)]
+
+    table.conversation = conversation
     for row in rows:
         try:
             prompt = reader.prompt(row, chat=chat)
