@@ -16,7 +16,7 @@ from specs.packages import page
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.rank_groups import RankGroup, mesh_of, sequence_groups, shard_groups
-from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
+from specs.schema.recipes import RlSpec, RowsSpec, SamplingSpec, sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
@@ -194,7 +194,21 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
             every = f"every {ahead} steps" if ahead > 1 else "every step"
             drawn = f"the samples of {when} are drawn while the actor learns"
             lines["ahead"] = f"{drawn}: {old} old; weights travel {every}"
+    if spec.every is not None:
+        lines["eval"] = _evaluation(spec)
     return "\n".join(f"{name:6} {line}" for name, line in lines.items())
+
+
+def _evaluation(spec: Spec) -> str:
+    """Say when the run is evaluated, and on what."""
+    on = []
+    if isinstance(spec, RowsSpec) and spec.eval is not None:
+        on.append(f"the loss of {counted(spec.eval.rows, 'pair' if spec.sequences_per_row > 1 else 'row')}")
+    for one in spec.evaluations:
+        how = f"temperature {one.temperature:g}" if one.temperature else "greedy"
+        times = f" × {one.samples_per_prompt}" if one.samples_per_prompt > 1 else ""
+        on.append(f"completions of {counted(one.prompts, 'prompt')}{times} ({one.name}, {how})")
+    return "\n       ".join([f"before the first step, after every {spec.every} and the last:", *on])
 
 
 def _longest(spec: Spec) -> str:
