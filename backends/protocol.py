@@ -8,7 +8,7 @@ Batches come in as numpy columns (`specs/wire/batch.py`) and go out the same way
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.completions import Completions
+from backends.sample_requests import Completion, SampleRequest
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm import UNIT_REDUCTIONS, AnyLoss
 from specs.schema.role_section import DType
@@ -252,9 +254,8 @@ Emit = Callable[[Batch], None]
 class RolloutEngine(ABC):
     """Holds a copy of the actor's weights and samples from it."""
 
-    counts_progress: ClassVar[bool] = False  # as that of a `TrainEngine`, of what `generate` writes
+    counts_progress: ClassVar[bool] = False  # as that of a `TrainEngine`, of what `step` writes
     progress_unit: ClassVar[str] = "token"  # what it counts
-    mixes_greedy: ClassVar[bool] = False  # whether `generate` heeds `greedy_B`
 
     @classmethod
     @abstractmethod
@@ -319,22 +320,50 @@ class RolloutEngine(ABC):
     def finish_import(self) -> None:
         """All weights are in: tie, pack, drop every cached key and value. Until the first call, `generate` refuses."""
 
+    @property
     @abstractmethod
-    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        """Write one completion for each prompt. `prompts` has PROMPT_COLUMNS.
+    def open_requests(self) -> int:
+        """Requests that were added and are neither finished nor aborted. While there is one, weights do not change and
+        the engine does not sleep."""
 
-        A prompt is any tokens: one of a later turn holds earlier completions and what tools replied. Prompts with the
-        same `prefix_B` are equal token by token and may share their computation (BatchError where they differ);
-        `group_B` says nothing of tokens. Token i of a completion is drawn with the random number of (seed, `id_B`,
-        `position_B` + i), so that a later turn goes on instead of repeating; an engine that draws with a generator of
-        its own seeds it with (seed, `id_B`, `position_B`). `sampling.max_response_tokens` limits the new tokens of
-        this call, however many were drawn before. An optional column `greedy_B` is 1 for samples that take the
-        likeliest token at each place, whatever `sampling` says (`Completions.sampling_of`).
+    @abstractmethod
+    def add(self, requests: Sequence[SampleRequest]) -> None:
+        """Take requests in, also while others are open; nothing is computed yet. What a completion is depends on its
+        request alone, never on its neighbours. Raises BatchError, and takes none, where one is wrong: an id that is
+        open, an empty prompt, more tokens than the engine was built for, a prefix that is not shared."""
+
+    @abstractmethod
+    def step(self) -> Sequence[Completion]:
+        """Go on with the open requests, a token each or more; return those that have finished. An error leaves none
+        open."""
+
+    @abstractmethod
+    def abort(self, ids: Collection[int] | None = None) -> None:
+        """Drop these open requests, by default all. Ids that are not open are left alone: their answer was faster."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Return what was counted since the engine was built (`decode_steps`, …)."""
+        return {}
+
+    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, int]:
+        """Write one completion for each prompt: `add`, and `step` to the end. `prompts` has PROMPT_COLUMNS, and where
+        some samples take the likeliest token whatever `sampling` says, `greedy_B`.
 
         `emit` is called with finished batches (SAMPLE_COLUMNS: the tokens of prompt and completion, mask 1 on what
-        this call wrote and 0 on all of the prompt, exact log-probs of the distribution sampled from, `finished_B` 1
-        where a stop token ended the completion) as soon as whole groups are done, each sample exactly once. Returns
-        counters (`generated_tokens`, …)."""
+        this call wrote and 0 on all of the prompt, `rollout_logprob_T`, `finished_B`) as soon as whole groups are done,
+        each sample exactly once. Returns counters (`generated_tokens`, …)."""
+        completions, before = Completions(prompts, sampling, emit), self.counters()
+        self.add(completions.requests())
+        try:
+            while self.open_requests:
+                for completion in self.step():
+                    completions.finish(completion)
+                completions.flush()
+        except BaseException:
+            self.abort()
+            raise
+        counted = {name: count - before.get(name, 0) for name, count in self.counters().items()}
+        return {"generated_tokens": completions.generated_tokens, **counted}
 
     @abstractmethod
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:

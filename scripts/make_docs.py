@@ -188,7 +188,8 @@ class Page:
         for name, field in keys.items():
             place, tables = f"{path}.{name}" + (".N" if is_list(field.annotation) else ""), tables_of(field.annotation)
             if tables in self.place:
-                self.lines += [f"`{place}` is as [`{self.place[tables]}`](#{self.place[tables].replace('.', '')}).", ""]
+                there = self.place[tables]
+                self.lines += [f"`{place}` is as [`{there}`](#{there.replace('.', '').lower()}).", ""]
             elif tables:
                 self.place[tables] = place
                 self.section(place, tables, f"### `{place}`")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ from numpy.typing import NDArray
 from backends import activity
 from backends.fake import bigram
 from backends.protocol import OnMeta, Rank, WeightSpec
-from backends.rollout.completions import Completions
 from backends.rollout.stop_tokens import end_tokens_of, stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
-from backends.rollout.uniform import sample_keys, uniform
+from backends.rollout.uniform import request_keys, uniform
+from backends.sample_requests import Completion, SampleRequest
 from backends.weights.checksum import checksum_bytes
 from specs.errors import ModelError
 from specs.wire.as_built import ModelBuilt
@@ -33,6 +34,7 @@ class FakeRolloutEngine(SyncedSampler):
         held = {spec.name: spec for spec in bigram.weight_specs(vocab, "fp32")}
         super().__init__(config, held, "the fake model")
         self._weights: dict[str, Floats] = {}
+        self._queue: deque[SampleRequest] = deque()
         self.stops = stop_tokens(end_tokens_of(Path(config.model.path)), config, ask_tokenizer=False)
 
     @classmethod
@@ -59,17 +61,17 @@ class FakeRolloutEngine(SyncedSampler):
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
-        prompts, written = completions.prompts, 0
-        key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
-        for index in completions.queue:
-            prompt, drawn = completions.prompt_tokens[index].astype(np.int64), int(prompts["position_B"][index])
-            own = completions.sampling_of(index, sampling)
-            completions.finish(index, *self._completion(prompt, key_B[index], drawn, own))
-            activity.count("token", completions.generated_tokens - written)
-            written = completions.generated_tokens
-            completions.flush()
-        return {"decode_steps": sampling.max_response_tokens}
+    def _begin(self, requests: Sequence[SampleRequest]) -> None:
+        self._queue.extend(requests)
+
+    def _advance(self) -> Sequence[Completion]:
+        """Write the completion whose turn it is."""
+        completion = self._completion(self._queue.popleft())
+        activity.count("token", len(completion.tokens))
+        return [completion]
+
+    def _drop(self, ids: Collection[int]) -> None:
+        self._queue = deque(request for request in self._queue if request.id not in ids)
 
     def score(self, batch: Batch, temperature: float) -> Floats:
         self._check_usable("score", (WEIGHTS,))
@@ -81,18 +83,18 @@ class FakeRolloutEngine(SyncedSampler):
                 logprob_T[start + 1 : stop] = scores[np.arange(len(tokens) - 1), tokens[1:]]
         return logprob_T
 
-    def _completion(
-        self, prompt: NDArray[np.int64], key: np.uint64, drawn: int, sampling: Sampling
-    ) -> tuple[NDArray[np.int64], Floats, bool]:
-        last, tokens, logprobs = int(prompt[-1]), [], []
-        for position in range(drawn, drawn + sampling.max_response_tokens):
-            draw = uniform(np.array([key]), np.array([position]))[0]
+    def _completion(self, request: SampleRequest) -> Completion:
+        sampling, last, tokens, logprobs = request.sampling, int(request.tokens[-1]), [], []
+        key = request_keys([request])
+        for position in range(request.position, request.position + sampling.max_response_tokens):
+            draw = uniform(key, np.array([position]))[0]
             last, logprob = sample(bigram.logits(self._weights, np.array([last]))[0], float(draw), sampling)
             tokens.append(last)
             logprobs.append(logprob)
             if last in self.stops:
                 break
-        return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32), tokens[-1] in self.stops
+        written = np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
+        return Completion(request.id, *written, tokens[-1] in self.stops)
 
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 

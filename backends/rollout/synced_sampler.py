@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from backends.protocol import Emit, RolloutEngine, WeightSpec
-from backends.rollout.completions import Completions
+import numpy as np
+
+from backends.protocol import RolloutEngine, WeightSpec
+from backends.sample_requests import Completion, SampleRequest
 from specs.errors import BatchError, RlctlError, SyncError
-from specs.wire.batch import Batch
-from specs.wire.role_config import RolloutConfig, Sampling
+from specs.wire.role_config import RolloutConfig
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 class SyncedSampler(RolloutEngine):
-    """A rollout engine whose weights come by `import_weight`. Engines fill in the hooks `_adopt`, `_complete`, …"""
-
-    mixes_greedy = True
+    """A rollout engine whose weights come by `import_weight`. Engines fill in the hooks `_adopt`, `_begin`, …"""
 
     def __init__(self, config: RolloutConfig, held: Mapping[str, WeightSpec], holder: str) -> None:
         """`held`: all weights that must arrive. `holder` names the model in messages."""
@@ -26,6 +25,8 @@ class SyncedSampler(RolloutEngine):
         self._imported: set[str] = set()
         self._ready = False  # a complete set of weights has arrived
         self._awake = {WEIGHTS, KV_CACHE}
+        self._open: dict[int, SampleRequest] = {}  # by id
+        self.counts: Counter[str] = Counter()  # what `counters` returns
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
@@ -35,6 +36,7 @@ class SyncedSampler(RolloutEngine):
     def _arrive(self, spec: WeightSpec, nbytes: int) -> WeightSpec:
         """Note that a weight arrives in `nbytes` bytes, and return it as the engine holds it. Raises SyncError where
         there is none of that name, where the weights are asleep, or where it does not fit."""
+        self._check_idle(f"weight {spec.name} arrived")
         held = self._held.get(spec.name)
         if held is None:
             raise SyncError(f"weight {spec.name} arrived, but {self._holder} has none of that name")
@@ -68,24 +70,78 @@ class SyncedSampler(RolloutEngine):
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    def add(self, requests: Sequence[SampleRequest]) -> None:
         self._check_usable("generate", (WEIGHTS, KV_CACHE))
-        completions = Completions(prompts, emit)
-        counters: Mapping[str, int] = {}
-        if completions.queue:
-            longest, limit = int(prompts["length_B"].max()), self.config.model.max_sequence_tokens
-            if (total := longest + sampling.max_response_tokens) > limit:
+        self._check(requests)
+        self._open.update({request.id: request for request in requests})
+        if requests:
+            self._begin(requests)
+
+    def step(self) -> Sequence[Completion]:
+        if not self._open:
+            return ()
+        try:
+            found = self._advance()
+        except BaseException:
+            self.abort()
+            raise
+        for completion in found:
+            del self._open[completion.id]
+        return found
+
+    def abort(self, ids: Collection[int] | None = None) -> None:
+        dropped = [id_ for id_ in (list(self._open) if ids is None else ids) if id_ in self._open]
+        for id_ in dropped:
+            del self._open[id_]
+        if dropped:
+            self._drop(dropped)
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self.counts)
+
+    def _check(self, requests: Sequence[SampleRequest]) -> None:
+        """Raise BatchError where a request cannot be taken in."""
+        limit, firsts = self.config.model.max_sequence_tokens, dict[int, SampleRequest]()
+        names = Counter(request.id for request in requests)
+        for request in requests:
+            prompt, most = len(request.tokens), request.sampling.max_response_tokens
+            first = firsts.setdefault(request.prefix, request)
+            if request.id in self._open or names[request.id] > 1:
+                raise BatchError(f"sample {request.id} is being drawn already")
+            if prompt == 0:
+                raise BatchError(f"prompt {request.id} is empty; a completion needs a token to start from")
+            if prompt + most > limit:
+                message = f"a prompt of {prompt} tokens with a completion of up to {most} makes {prompt + most} tokens"
+                raise BatchError(f"{message}; the rollout was built for {limit}")
+            if request.position < 0:
+                raise BatchError("position_B is negative; it counts the tokens that a sample has drawn so far")
+            if not np.array_equal(first.tokens, request.tokens):
                 raise BatchError(
-                    f"a prompt of {longest} tokens with a completion of up to {sampling.max_response_tokens} makes "
-                    f"{total} tokens; the rollout was built for {limit}"
+                    f"samples {first.id} and {request.id} have prefix_B {request.prefix} but different prompts; "
+                    "a prefix needs equal prompts"
                 )
-            counters = self._complete(completions, sampling)
-        completions.close()
-        return {"generated_tokens": completions.generated_tokens, **counters}
 
     @abstractmethod
-    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
-        """Finish every sample of `completions`, of which there is at least one; return counters."""
+    def _begin(self, requests: Sequence[SampleRequest]) -> None:
+        """Take in requests that are in order, of which there is at least one."""
+
+    @abstractmethod
+    def _advance(self) -> Sequence[Completion]:
+        """Go on with the open requests, of which there is at least one; return those that have finished."""
+
+    @abstractmethod
+    def _drop(self, ids: Collection[int]) -> None:
+        """Forget requests that are not among the open ones any more."""
+
+    def _check_idle(self, what: str) -> None:
+        if self._open:
+            raise SyncError(
+                f"{what} while {len(self._open)} samples are being drawn", hint="finish or abort their requests first"
+            )
 
     def _check_usable(self, verb: str, needs: Iterable[str]) -> None:
         """Raise RlctlError where a tag that `verb` needs is asleep, SyncError where the weights are not all there."""
@@ -101,6 +157,7 @@ class SyncedSampler(RolloutEngine):
 
     def sleep(self, level: int) -> None:
         assert level in (1, 2), f"sleep level {level}"
+        self._check_idle("the rollout was put to sleep")
         self._fall_asleep(level)
         if level == 2:
             self._ready = False

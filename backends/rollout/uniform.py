@@ -10,25 +10,36 @@ or GPU: numpy computes the few numbers of a step on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+
+from backends.sample_requests import SampleRequest
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
 
 
-def sample_keys(seed: int, id_B: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One key per sample id (any int64), for `uniform`."""
-    seed_key = _mix(np.array([seed], dtype=np.int64).view(np.uint64) + _STRIDE)
+def sample_keys(seed: int | NDArray[np.int64], id_B: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One key per sample id (any int64), for `uniform`. `seed`: of all, or of each."""
+    seed_key = _mix(np.atleast_1d(np.asarray(seed, dtype=np.int64)).view(np.uint64) + _STRIDE)
     return _mix(_mix(id_B.astype(np.int64).view(np.uint64) + _STRIDE) + seed_key * _STRIDE)
 
 
-def request_seeds(seed: int, id_B: NDArray[np.int64], position_B: NDArray[np.int64]) -> list[int]:
+def request_keys(requests: Sequence[SampleRequest]) -> NDArray[np.uint64]:
+    """One key per request, for `uniform`."""
+    seeds = np.array([request.sampling.seed for request in requests], dtype=np.int64)
+    return sample_keys(seeds, np.array([request.id for request in requests], dtype=np.int64))
+
+
+def request_seeds(requests: Sequence[SampleRequest]) -> list[int]:
     """A seed of 63 bits for each request, for engines that draw with generators of their own: another one for each
     turn of a sample. Such an engine's draws do not go on where the last call ended; they start anew, elsewhere."""
-    key_B = sample_keys(seed, id_B)
-    turn_B = _mix(key_B + position_B.astype(np.int64).view(np.uint64) * _STRIDE)
+    key_B = request_keys(requests)
+    position_B = np.array([request.position for request in requests], dtype=np.int64)
+    turn_B = _mix(key_B + position_B.view(np.uint64) * _STRIDE)
     seeds: list[int] = (np.where(position_B > 0, turn_B, key_B) >> np.uint64(1)).tolist()
     return seeds
 

@@ -6,8 +6,8 @@ distribution sampled from as long as top_p and top_k are off; with them on it is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,11 +18,11 @@ from packaging.version import Version
 from backends import activity
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import OnMeta, Rank, WeightSpec
-from backends.rollout.completions import Completions
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import KV_CACHE, WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_seeds
-from backends.sglang_rollout.client import ServerError, ServerSample, Unreachable, parse_sample, parse_scores
+from backends.sample_requests import Completion, SampleRequest
+from backends.sglang_rollout.client import ServerError, Unreachable, parse_sample, parse_scores
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
 from backends.sglang_rollout.server import DTYPES, ENDING_S, Server
 from backends.sglang_rollout.weights_folder import WeightsFolder
@@ -49,6 +49,8 @@ class SglangRolloutEngine(SyncedSampler):
         self._check_version()
         self._fingerprints = Fingerprints(self._hashes())
         self._folder: WeightsFolder | None = None  # while weights come in
+        self._pool: ThreadPoolExecutor | None = None
+        self._asked: dict[Future[list[Mapping[str, Any]]], list[SampleRequest]] = {}
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> SglangRolloutEngine:
@@ -121,43 +123,60 @@ class SglangRolloutEngine(SyncedSampler):
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
-        """Raise RlctlError for top_p or top_k: SGLang's log-probs leave them out."""
-        if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k):
-            raise RlctlError(
-                f"top_p {sampling.top_p:g}, top_k {sampling.top_k}: the log-probs that SGLang returns leave both out",
-                hint="sample with top_p = 1 and top_k = 0",
-            )
-        prompts = completions.prompts
-        seeds = request_seeds(sampling.seed, prompts["id_B"], prompts["position_B"])
-        cached = 0
-        # As many requests in flight as the server has slots, so that it never waits for us and queues by itself.
-        with ThreadPoolExecutor(min(len(completions.prefixes), self.table.max_sequences)) as pool:
-            sent = {
-                pool.submit(self._ask, completions, members, seeds, sampling): members
-                for members in completions.prefixes
-            }
-            try:
-                for done in as_completed(sent):
-                    for index, sample in zip(sent[done], done.result(), strict=True):
-                        completions.finish(index, sample.tokens, sample.logprobs, sample.finished)
-                        activity.count("token", len(sample.tokens))
-                        cached += sample.cached_tokens
-                    completions.flush()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self._abort()
-                raise
-        return {"cached_tokens": cached}
+    def _begin(self, requests: Sequence[SampleRequest]) -> None:
+        """Ask for the samples of each prefix in one request, as many at a time as the server has slots, so that it
+        never waits for us and queues by itself. Raise RlctlError for top_p or top_k: SGLang's log-probs leave them
+        out."""
+        prefixes: dict[int, list[SampleRequest]] = {}
+        for request in requests:
+            prefixes.setdefault(request.prefix, []).append(request)
+        self._pool = self._pool or ThreadPoolExecutor(self.table.max_sequences)
+        self._asked |= {self._pool.submit(self._ask, members): members for members in prefixes.values()}
 
-    def _ask(
-        self, completions: Completions, members: list[int], seeds: list[int], sampling: Sampling
-    ) -> list[ServerSample]:
-        """One request for all samples with one prompt; runs in a thread of its own."""
+    def _check(self, requests: Sequence[SampleRequest]) -> None:
+        super()._check(requests)
+        for sampling in [request.sampling for request in requests]:
+            if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k):
+                raise RlctlError(
+                    f"top_p {sampling.top_p:g}, top_k {sampling.top_k}: the log-probs that SGLang returns leave both "
+                    "out",
+                    hint="sample with top_p = 1 and top_k = 0",
+                )
+
+    def _advance(self) -> Sequence[Completion]:
+        """Wait for the next answer of the server."""
+        found: list[Completion] = []
+        for done in wait(self._asked, return_when=FIRST_COMPLETED).done:
+            members = self._asked.pop(done)
+            for request, sample in zip(members, done.result(), strict=True):
+                if request.id in self._open:  # else it was aborted
+                    parsed = parse_sample(sample, request.sampling.max_response_tokens)
+                    self.counts["cached_tokens"] += parsed.cached_tokens
+                    found.append(Completion(request.id, parsed.tokens, parsed.logprobs, parsed.finished))
+                    activity.count("token", len(parsed.tokens))
+        return found
+
+    def _drop(self, ids: Collection[int]) -> None:
+        """Have the server drop what it still writes; an error that led here counts, not this one's."""
+        for asked in [asked for asked, members in self._asked.items() if all(one.id in ids for one in members)]:
+            if asked.cancel():
+                del self._asked[asked]
+        with suppress(RlctlError):
+            if self._open:
+                for id_ in ids:
+                    self._post("/abort_request", {"rid": str(id_), "abort_all": False})
+            else:
+                self._asked.clear()
+                self._post("/abort_request", {"rid": "", "abort_all": True})
+
+    def _ask(self, members: Sequence[SampleRequest]) -> list[Mapping[str, Any]]:
+        """Return the server's replies to requests with one prompt; runs in a thread of its own."""
         body = {
-            "input_ids": [completions.prompt_tokens[index].tolist() for index in members],
+            "rid": [str(request.id) for request in members],
+            "input_ids": [request.tokens.tolist() for request in members],
             "sampling_params": [
-                self._sampling_params(completions.sampling_of(index, sampling), seeds[index]) for index in members
+                self._sampling_params(request.sampling, seed)
+                for request, seed in zip(members, request_seeds(members), strict=True)
             ],
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -165,7 +184,7 @@ class SglangRolloutEngine(SyncedSampler):
         found = self._post("/generate", body, timeout_s=None)
         if not isinstance(found, list) or len(found) != len(members):
             raise ServerError(f"the SGLang server did not return {len(members)} samples: {found!r:.200}")
-        return [parse_sample(one, sampling.max_response_tokens) for one in found]
+        return found
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> dict[str, Any]:
         params: dict[str, Any] = {
@@ -198,11 +217,6 @@ class SglangRolloutEngine(SyncedSampler):
             with self._cache_for_a_moment():
                 logprob_T[places] = parse_scores(self._post("/generate", body, timeout_s=None), tokens)
         return logprob_T
-
-    def _abort(self) -> None:
-        """Have the server drop what it still writes; the error that led here counts, not this one's."""
-        with suppress(RlctlError):
-            self._post("/abort_request", {"rid": "", "abort_all": True})
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = 600.0) -> Any:
         try:
@@ -245,6 +259,8 @@ class SglangRolloutEngine(SyncedSampler):
     def close(self) -> None:
         self._drop_folder()
         self.server.stop()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _drop_folder(self) -> None:
         if self._folder is not None:

@@ -1,4 +1,4 @@
-"""Continuous batching: one `generate` from its first prompt to its last completion.
+"""Continuous batching: requests come and go while others are decoded.
 
 The host keeps track of slots, lengths and sampled tokens; the device holds
 the cache. Per step one small array goes to the device and one token and log-prob per sequence come back.
@@ -6,8 +6,9 @@ the cache. Per step one small array goes to the device and one token and log-pro
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence, Set
+from collections import Counter, deque
+from collections.abc import Collection, Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 
 from backends import activity
 from backends.packed.state_layers import use_rows
-from backends.rollout.completions import Completions
-from backends.rollout.uniform import sample_keys, uniform
+from backends.rollout.uniform import request_keys, uniform
+from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.kv_cache import KvCache, Order, PromptBlock, ReadyPrompt
 from backends.torch_rollout.runner import Forward, prefill
 from backends.torch_rollout.sampler import sample
@@ -28,155 +29,231 @@ PREFILL_AHEAD = (
 )
 
 
+class QueuedRequest(NamedTuple):
+    """A request without a slot. `prefix`: the same for those that were added together and share their prompt."""
+
+    request: SampleRequest
+    key: np.uint64
+    prefix: tuple[int, int]
+
+
+class SequenceRows:
+    """The sequences that have a slot, each in a row of its own, whichever slot it is moved to."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.requests: dict[int, SampleRequest] = {}  # by row
+        self.key_N = np.zeros(0, dtype=np.uint64)
+        none = np.zeros(0, dtype=np.int64)
+        self.drawn_N = self.prompt_N = self.limit_N = self.written_N = self.way_N = none
+        self.token_N, self.logprob_N = np.zeros((0, 0), dtype=np.int64), np.zeros((0, 0), dtype=np.float32)
+
+    def take(self, members: Sequence[QueuedRequest], ways: Sequence[int]) -> list[int]:
+        """Return the rows of sequences that get a slot."""
+        rows, requests = [self.free.pop() for _ in members], [member.request for member in members]
+        self.requests.update(zip(rows, requests, strict=True))
+        self.key_N[rows], self.way_N[rows] = [member.key for member in members], ways
+        self.drawn_N[rows] = [request.position for request in requests]
+        self.prompt_N[rows] = [len(request.tokens) for request in requests]
+        self.limit_N[rows] = [request.sampling.max_response_tokens for request in requests]
+        self.written_N[rows] = 0
+        return rows
+
+    def release(self, row: int) -> SampleRequest:
+        self.free.append(row)
+        return self.requests.pop(row)
+
+    def make_room(self, rows: int, limit: int) -> None:
+        """Make room for so many sequences, and for completions of so many tokens."""
+        held, width = self.token_N.shape
+        if rows > held:
+            self.free = [*range(held, rows)][::-1] + self.free
+            for name in ("key_N", "drawn_N", "prompt_N", "limit_N", "written_N", "way_N"):
+                setattr(self, name, np.pad(getattr(self, name), (0, rows - held)))
+        if rows > held or limit > width:
+            # Untouched pages of these cost nothing, so the full rectangle is free of padding in practice.
+            token_N = np.empty((max(rows, held), max(limit, width)), dtype=np.int64)
+            logprob_N = np.empty(token_N.shape, dtype=np.float32)
+            token_N[:held, :width], logprob_N[:held, :width] = self.token_N, self.logprob_N
+            self.token_N, self.logprob_N = token_N, logprob_N
+
+
 class Decoder:
-    """Completes every prompt of a `Completions`. Slots 0 … active-1 hold the sequences being decoded."""
+    """Completes requests. Slots 0 … active-1 hold the sequences being decoded."""
 
     def __init__(
-        self,
-        forward: Forward,
-        cache: KvCache,
-        completions: Completions,
-        sampling: Sampling,
-        stops: Set[int],
-        prefill_tokens: int,
+        self, forward: Forward, cache: KvCache, stops: Set[int], prefill_tokens: int, counts: Counter[str]
     ) -> None:
-        self.forward, self.cache, self.completions, self.sampling = forward, cache, completions, sampling
-        self.prefill_tokens = prefill_tokens
+        """`counts` gets steps and tokens."""
+        self.forward, self.cache, self.prefill_tokens, self.counts = forward, cache, prefill_tokens, counts
         self.stops = np.array(sorted(stops), dtype=np.int64)
-        self.queue = deque(completions.queue)
-        self.ready: dict[int, ReadyPrompt] = {}
+        self.queue: deque[QueuedRequest] = deque()
+        self.ready: dict[tuple[int, int], ReadyPrompt] = {}
         self.order = Order()
-        self.active = self.decode_steps = self.prefilled_tokens = 0
-        prompts = completions.prompts
-        self.prefix_N = prompts["prefix_B"].astype(np.int64)
-        self.key_N = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
-        self.drawn_N = prompts["position_B"].astype(np.int64)  # in earlier calls
-        self.prompt_length_N = prompts["length_B"].astype(np.int64)
-        # Untouched pages of these cost nothing, so the full rectangle is free of padding in practice.
-        limit = sampling.max_response_tokens
-        self.token_N = np.empty((len(prompts), limit), dtype=np.int64)
-        self.logprob_N = np.empty((len(prompts), limit), dtype=np.float32)
-        self.written_N = np.zeros(len(prompts), dtype=np.int64)
-        self.sequence_B = np.zeros(cache.slots, dtype=np.int64)  # which sequence each slot holds
+        self.active = self.additions = 0
+        self.rows = SequenceRows()
+        self.row_B = np.zeros(0, dtype=np.int64)  # which row each slot holds
+        self.ways: dict[tuple[bool, float, float, int], int] = {}  # how to sample → its number
+        self.samplings: list[Sampling] = []  # one of each way
+        self.done: list[Completion] = []
 
-    def run(self) -> None:
-        """Run until every prompt is completed."""
-        while self.queue or self.active:
-            while self.queue and self.active < self.cache.slots:
-                self._admit()
-            self.completions.flush()
-            if self.active:
-                self._step()
-            self.completions.flush()
+    def add(self, requests: Sequence[SampleRequest]) -> None:
+        """Put requests in line."""
+        self.additions += 1
+        for request, key in zip(requests, request_keys(requests), strict=True):
+            self.queue.append(QueuedRequest(request, key, (self.additions, request.prefix)))
+        self.rows.make_room(self.cache.slots, max(request.sampling.max_response_tokens for request in requests))
+        self.row_B = np.pad(self.row_B, (0, self.cache.slots - len(self.row_B)))
+
+    def step(self) -> list[Completion]:
+        """Give free slots to those in line, then write a token of every active sequence; return what has finished."""
+        while self.queue and self.active < self.cache.slots:
+            self._admit()
+        if self.active:
+            self._decode()
+        done, self.done = self.done, []
+        return done
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Forget requests."""
+        self.queue = deque(waiting for waiting in self.queue if waiting.request.id not in ids)
+        left = {waiting.prefix for waiting in self.queue}
+        self.ready = {prefix: prompt for prefix, prompt in self.ready.items() if prefix in left}
+        rows = self.row_B[: self.active].tolist()
+        self._close([slot for slot, row in enumerate(rows) if self.rows.requests[row].id in ids])
 
     # ── coming ────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
         """Give free slots to the next sequences whose prompts were prefilled, and sample their first token."""
-        members: list[int] = []
+        members: list[QueuedRequest] = []
         while self.queue and self.active + len(members) < self.cache.slots:
-            prefix = int(self.prefix_N[self.queue[0]])
-            if prefix not in self.ready:
+            if self.queue[0].prefix not in self.ready:
                 if members:
                     break
                 self._prefill_next()
             members.append(self.queue.popleft())
-        waiting = {int(self.prefix_N[self.queue[0]])} if self.queue else set()
+        waiting = {self.queue[0].prefix} if self.queue else set()
         start, logits = self.active, []
-        for block, run in _runs([self.ready[int(self.prefix_N[index])] for index in members]):
+        for block, run in _runs([self.ready[member.prefix] for member in members]):
             self.cache.fill(start, run)
             numbers = torch.tensor([prompt.number for prompt in run], device=self.cache.device)
             logits.append(block.logits.index_select(0, numbers))
             start += len(run)
-        for prefix in {int(self.prefix_N[index]) for index in members} - waiting:
+        for prefix in {member.prefix for member in members} - waiting:
             del self.ready[prefix]
-        self.sequence_B[self.active : start] = members
+        self.row_B[self.active : start] = self.rows.take(members, [self._way(one.request.sampling) for one in members])
         first, self.active = self.active, start
         self._sample(torch.cat(logits), first)
 
     def _prefill_next(self) -> None:
         """The next prompts of the queue, as many as there are slots for (at least PREFILL_AHEAD), within the budget."""
-        prefixes: dict[int, NDArray[np.int64]] = {}
+        prefixes: dict[tuple[int, int], NDArray[np.int64]] = {}
         tokens, free = 0, self.cache.slots - self.active
-        for place, index in enumerate(self.queue):
-            prefix = int(self.prefix_N[index])
-            if prefix in prefixes:
+        for place, waiting in enumerate(self.queue):
+            if waiting.prefix in prefixes:
                 continue
-            prompt = self.completions.prompt_tokens[index].astype(np.int64)
+            prompt = waiting.request.tokens.astype(np.int64)
             enough = place >= free and len(prefixes) >= PREFILL_AHEAD
             if prefixes and (enough or tokens + len(prompt) > self.prefill_tokens):
                 break
-            prefixes[prefix] = prompt
+            prefixes[waiting.prefix] = prompt
             tokens += len(prompt)
-        self.prefilled_tokens += tokens
+        self.counts["prefilled_tokens"] += tokens
         self.ready.update(zip(prefixes, prefill(list(prefixes.values()), self.forward, self.cache.device), strict=True))
+
+    def _way(self, sampling: Sampling) -> int:
+        """Return the number of a way to sample."""
+        key = (sampling.greedy, sampling.temperature, sampling.top_p, sampling.top_k)
+        if key not in self.ways:
+            self.ways[key] = len(self.samplings)
+            self.samplings.append(sampling)
+        return self.ways[key]
 
     # ── decoding ──────────────────────────────────────────────────────────────────────────────────
 
-    def _step(self) -> None:
+    def _decode(self) -> None:
         """One token for every active sequence."""
         read_B = self._read_B()
         segments, order = self.order.plan(read_B)
         if order is not None:
             self.cache.permute(order, int(read_B.max()))
-            self.sequence_B[: self.active] = self.sequence_B[order]
+            self.row_B[: self.active] = self.row_B[order]
             read_B = read_B[order]
-        sequences = self.sequence_B[: self.active]
-        packed = np.stack([self.token_N[sequences, self.written_N[sequences] - 1], read_B - 1])
+        rows = self.row_B[: self.active]
+        packed = np.stack([self.rows.token_N[rows, self.rows.written_N[rows] - 1], read_B - 1])
         tokens, positions = torch.from_numpy(packed).to(self.cache.device).unbind()
         self.cache.begin_step(packed[1], positions, segments)
-        self.decode_steps += 1
+        self.counts["decode_steps"] += 1
         with use_rows(self.cache.states):
             logits = self.forward(tokens, positions, self.cache)
         self._sample(logits, 0)
 
     def _read_B(self) -> NDArray[np.int64]:
         """Positions that each active slot reads in the next step: all so far, with the token that goes in."""
-        sequences = self.sequence_B[: self.active]
-        length_B: NDArray[np.int64] = self.prompt_length_N[sequences] + self.written_N[sequences]
+        rows = self.row_B[: self.active]
+        length_B: NDArray[np.int64] = self.rows.prompt_N[rows] + self.rows.written_N[rows]
         return length_B
 
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Sample for slots first … active-1, record the tokens, and retire finished sequences."""
-        sequences = self.sequence_B[first : self.active]
-        said = self.written_N[sequences]
-        drawn = uniform(self.key_N[sequences], self.drawn_N[sequences] + said)
-        uniforms = torch.from_numpy(drawn).to(self.cache.device)
-        greedy_B = self.completions.greedy_B[sequences]
-        greedy = torch.from_numpy(greedy_B).to(self.cache.device) if greedy_B.any() else None
-        token, logprob = sample(logits, uniforms, self.sampling, greedy)
+        rows, at = self.row_B[first : self.active], self.rows
+        said = at.written_N[rows]
+        drawn = torch.from_numpy(uniform(at.key_N[rows], at.drawn_N[rows] + said)).to(self.cache.device)
+        token, logprob = self._draw(logits, drawn, at.way_N[rows])
         token_B, logprob_B = token.cpu().numpy(), logprob.cpu().numpy()
         if not np.isfinite(logprob_B).all():
             raise RlctlError(
                 f"the sampler's model gives log-probs that are not finite ({_first_bad(logprob_B)})",
                 hint="the actor's weights have probably diverged: look at actor/grad_norm, lower the learning rate",
             )
-        self.token_N[sequences, said] = token_B
-        self.logprob_N[sequences, said] = logprob_B
-        self.written_N[sequences] = said + 1
-        activity.count("token", len(sequences))
+        at.token_N[rows, said] = token_B
+        at.logprob_N[rows, said] = logprob_B
+        at.written_N[rows] = said + 1
+        activity.count("token", len(rows))
         stopped = (token_B[:, None] == self.stops).any(1)
-        done = stopped | (said + 1 >= self.sampling.max_response_tokens)
+        done = stopped | (said + 1 >= at.limit_N[rows])
         if done.any():
             self._retire(first + np.flatnonzero(done), stopped[done])
+
+    def _draw(
+        self, logits: torch.Tensor, uniform_B: torch.Tensor, way_B: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a token of each row and its log-prob, drawn in the row's own way."""
+        if (way_B == way_B[0]).all():
+            return sample(logits, uniform_B, self.samplings[way_B[0]])
+        token_B = torch.empty(len(way_B), dtype=torch.int64, device=logits.device)
+        logprob_B = torch.empty(len(way_B), dtype=torch.float32, device=logits.device)
+        for way in np.unique(way_B):
+            of = torch.from_numpy(np.flatnonzero(way_B == way)).to(logits.device)
+            token_B[of], logprob_B[of] = sample(logits[of], uniform_B[of], self.samplings[way])
+        return token_B, logprob_B
 
     # ── going ─────────────────────────────────────────────────────────────────────────────────────
 
     def _retire(self, slots: NDArray[np.int64], stopped: NDArray[np.bool_]) -> None:
-        """Hand in the completions of `slots` and close the gaps with the last sequences."""
-        for slot, by_itself in zip(slots.tolist(), stopped.tolist(), strict=True):
-            sequence = int(self.sequence_B[slot])
-            count = int(self.written_N[sequence])
-            tokens, logprobs = self.token_N[sequence, :count], self.logprob_N[sequence, :count]
-            self.completions.finish(sequence, tokens, logprobs, by_itself)
+        """Hand in the completions of `slots`."""
+        rows = self.row_B[slots]
+        counts = self.rows.written_N[rows].tolist()
+        token_BT, logprob_BT = self.rows.token_N[rows, : max(counts)], self.rows.logprob_N[rows, : max(counts)]
+        for index, (row, count, by_itself) in enumerate(zip(rows.tolist(), counts, stopped.tolist(), strict=True)):
+            tokens, logprobs = token_BT[index, :count], logprob_BT[index, :count]
+            self.done.append(Completion(self.rows.requests[row].id, tokens, logprobs, by_itself))
+        self._close(slots.tolist())
+
+    def _close(self, closed: Sequence[int]) -> None:
+        """Free these slots, and close the gaps with the last sequences."""
+        for slot in closed:
+            self.rows.release(int(self.row_B[slot]))
+        slots = np.array(closed, dtype=np.int64)
         stay = self.active - len(slots)
         gaps = slots[slots < stay]
         movers = np.setdiff1d(np.arange(stay, self.active), slots, assume_unique=True)
         if len(gaps):
-            moved = self.sequence_B[movers]
-            length = int((self.prompt_length_N[moved] + self.written_N[moved]).max())
+            moved = self.row_B[movers]
+            length = int((self.rows.prompt_N[moved] + self.rows.written_N[moved]).max())
             self.cache.move(gaps, movers, min(length, self.cache.max_len))
-            self.sequence_B[gaps] = moved
+            self.row_B[gaps] = moved
         self.active = stay
 
 

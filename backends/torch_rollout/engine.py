@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -26,9 +26,9 @@ from backends.hf.tokenizer import token_ids
 from backends.memory import hand_back
 from backends.packed.layout import PackedLayout
 from backends.protocol import OnMeta, Rank, WeightMemory, WeightSpec
-from backends.rollout.completions import Completions
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
+from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.decode_check import cache_shapes, check_decoding
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
@@ -43,7 +43,7 @@ from specs.errors import ModelError, SyncError
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
-from specs.wire.role_config import ModelConfig, RolloutConfig, Sampling
+from specs.wire.role_config import ModelConfig, RolloutConfig
 
 
 class TorchRolloutEngine(SyncedSampler):
@@ -62,6 +62,7 @@ class TorchRolloutEngine(SyncedSampler):
         self._take_memory()
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
+        self._decoder: Decoder | None = None  # of the open requests
         self._dropped = False  # slept at level 2: weights have no memory
         self._lends = can_share(self.device)
         self._shared: SharedWeights | None = None  # their shared memory, once the actor writes there
@@ -136,20 +137,35 @@ class TorchRolloutEngine(SyncedSampler):
     @torch.inference_mode()
     def _adopt(self) -> None:
         self.model.tie_weights()
-        self._cache = None  # the cache belongs to the old weights
+        self._cache = self._decoder = None  # the cache belongs to the old weights
         if self._forward is None:
             self._forward = choose_forward(self.model, self.device, self.config.model.max_sequence_tokens)
             check_decoding(self.model, self._forward, self.device)
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    @torch.inference_mode()
-    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
+    def _begin(self, requests: Sequence[SampleRequest]) -> None:
         assert self._forward is not None, "it is made when the weights are complete"
-        cache = self._cache_for(min(self.table.max_sequences, len(completions.queue)))
-        decoder = Decoder(self._forward, cache, completions, sampling, self.stops, self.table.prefill_tokens)
-        decoder.run()
-        return {"decode_steps": decoder.decode_steps, "prefilled_tokens": decoder.prefilled_tokens}
+        slots = min(self.table.max_sequences, len(self._open))
+        if self._decoder is None or len(self._open) == len(requests):  # nothing else is open
+            cache = self._cache_for(slots)
+            self._decoder = Decoder(self._forward, cache, self.stops, self.table.prefill_tokens, self.counts)
+        elif slots > self._decoder.cache.slots:
+            self._decoder.cache.grow(slots)
+        self._decoder.add(requests)
+
+    @torch.inference_mode()
+    def _advance(self) -> Sequence[Completion]:
+        assert self._decoder is not None, "requests were added"
+        return self._decoder.step()
+
+    @torch.inference_mode()
+    def _drop(self, ids: Collection[int]) -> None:
+        if self._open:
+            assert self._decoder is not None, "requests were added"
+            self._decoder.drop(ids)
+        else:
+            self._decoder = None
 
     @torch.inference_mode()
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
@@ -189,7 +205,7 @@ class TorchRolloutEngine(SyncedSampler):
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 
     def _fall_asleep(self, level: int) -> None:
-        self._cache = None
+        self._cache = self._decoder = None
         if level == 2:
             self._drop_weights()
         elif WEIGHTS in self._awake and self.device.type != "cpu":
@@ -227,7 +243,7 @@ class TorchRolloutEngine(SyncedSampler):
         self._lends, self._shared, self._dropped = False, None, True
 
     def close(self) -> None:
-        self._cache = None
+        self._cache = self._decoder = None
         self._drop_weights()
         self._forward = None
         _give_back_memory(self.device)

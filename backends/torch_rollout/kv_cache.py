@@ -197,6 +197,16 @@ class KvCache:
             numbers = torch.tensor([prompt.number for prompt in prompts], device=self.device)
             self.states.fill(start, numbers, block.states)
 
+    def grow(self, slots: int) -> None:
+        """Add free slots behind those that are there."""
+        for held in (self.keys, self.values):
+            for layer, cache in held.items():
+                held[layer] = cache.new_zeros(slots, *cache.shape[1:])
+                held[layer][: self.slots] = cache
+        if self.states is not None:
+            self.states = self.states.grown(slots)
+        self.slots, self._slots = slots, torch.arange(slots, device=self.device)
+
     def move(self, target: NDArray[np.int64], source: NDArray[np.int64], length: int) -> None:
         """Copy the first `length` positions of slots `source` over slots `target`. The two do not overlap."""
         to, of = (torch.from_numpy(slots).to(self.device) for slots in (target, source))

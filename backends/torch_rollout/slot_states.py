@@ -44,6 +44,13 @@ class SlotStates:
 
         self._layers = {number: LayerState(room(state.conv), room(state.recurrent)) for number, state in like.items()}
 
+    def grown(self, slots: int) -> SlotStates:
+        """Return the same states with room for more slots."""
+        more = SlotStates(self._layers, slots)
+        for room, held in zip(more._rooms(), self._rooms(), strict=True):
+            room[: len(held)] = held
+        return more
+
     def run(self, number: int, layer: Layer, hidden_TE: Tensor) -> Tensor:
         active = (None if each is None else each[: len(hidden_TE)] for each in self._layers[number].tensors)
         return layer(hidden_TE[:, None], _InPlace(*active))[:, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.memory import hand_back
 from backends.protocol import Buffer, OnMeta, Rank, WeightSpec
-from backends.rollout.completions import Completions
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import KV_CACHE, WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_seeds
+from backends.sample_requests import Completion, SampleRequest
 from backends.vllm_rollout.read_back import checksum_of, word_sum_of
 from backends.vllm_rollout.vllm_adapters import adapter_request
 from backends.vllm_rollout.vllm_start import has_sleep_mode, naming_dead_workers, start_vllm
@@ -48,6 +48,7 @@ class VllmRolloutEngine(SyncedSampler):
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
         self.request = None if config.lora is None else adapter_request()
         self._has_model = False  # apart from its adapters
+        self._names: dict[int, str] = {}  # what vLLM calls the open requests
         self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
         self._sleep_mode = has_sleep_mode()
         self._clear_adapters()
@@ -145,28 +146,27 @@ class VllmRolloutEngine(SyncedSampler):
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
-    def _complete(self, completions: Completions, sampling: Sampling) -> Mapping[str, int]:
-        """Send one request per sample, those of a prefix next to each other: they share its cached blocks.
+    def _begin(self, requests: Sequence[SampleRequest]) -> None:
+        """Hand them to vLLM, those of a prefix next to each other: they share its cached blocks.
 
-        Each request has a seed of its own, made of `sampling.seed`, the sample's id and its position.
+        Each has a seed of its own, made of `sampling.seed`, the sample's id and its position.
         """
-        prompts = completions.prompts
-        seed_B = request_seeds(sampling.seed, prompts["id_B"], prompts["position_B"])
-        choice_B = [
-            sampling_params(completions.sampling_of(i, sampling), seed, self.stops) for i, seed in enumerate(seed_B)
-        ]
-        requests = [(str(i), completions.prompt_tokens[i], choice_B[i]) for i in completions.queue]
-        steps = cached = 0
-        for finished in self._run(requests):
-            steps += 1
-            for output in finished:
-                completions.finish(int(output.request_id), *completion_of(output))
-                cached += output.num_cached_tokens or 0
-            completions.flush()
-        return {
-            "decode_steps": steps,
-            "cached_prompt_tokens": cached,  # of prompts, found in the prefix cache instead of computed
-        }
+        for request, seed in zip(requests, request_seeds(requests), strict=True):
+            params = sampling_params(request.sampling, seed, self.stops)
+            self._names[request.id] = self._ask(str(request.id), request.tokens, params)
+
+    def _advance(self) -> Sequence[Completion]:
+        self.counts["decode_steps"] += 1
+        found = self._step()
+        for output in found:
+            del self._names[int(output.request_id)]
+            # Tokens of prompts that were found in the prefix cache instead of computed.
+            self.counts["cached_prompt_tokens"] += output.num_cached_tokens or 0
+        return [completion_of(output) for output in found]
+
+    def _drop(self, ids: Collection[int]) -> None:
+        names = [self._names.pop(id_) for id_ in ids if id_ in self._names]
+        self.llm.llm_engine.abort_request(names, internal=True)
 
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
         """Through vLLM's log-probs of prompts, with the logits divided by `temperature` where they leave the model.
@@ -174,6 +174,7 @@ class VllmRolloutEngine(SyncedSampler):
         from vllm import SamplingParams
 
         self._check_usable("score", (WEIGHTS,))
+        self._check_idle("the rollout was asked for log-probs")
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
@@ -181,30 +182,41 @@ class VllmRolloutEngine(SyncedSampler):
         sequences = batch.sequences("tokens_T")
         requests = [(str(i), tokens, params) for i, tokens in enumerate(sequences) if len(tokens) > 1]
         with self._cache_for_a_moment(), self._logits_over(temperature):
-            outputs = [output for finished in self._run(requests) for output in finished]
+            outputs = self._run(requests)
         for output in outputs:
             index = int(output.request_id)
             start, tokens = batch.offsets[index], sequences[index].tolist()
             logprob_T[start + 1 : start + len(tokens)] = logprobs_of(output.prompt_logprobs, tokens[1:])
         return logprob_T
 
-    def _run(self, requests: Sequence[tuple[str, NDArray[np.int64], SamplingParams]]) -> Iterator[list[RequestOutput]]:
-        """Yield what finished in each of vLLM's steps. Leaves no request behind, however it ends."""
+    def _ask(self, name: str, tokens: NDArray[np.int64], params: SamplingParams) -> str:
+        """Add a request; return vLLM's own name for it."""
         from vllm.inputs import tokens_input
 
-        engine, waiting = self.llm.llm_engine, set()
+        prompt = tokens_input(tokens.tolist())
+        return str(self.llm.llm_engine.add_request(name, prompt, params, lora_request=self.request))
+
+    def _step(self) -> list[RequestOutput]:
+        """Have vLLM take a step; return what finished in it."""
+        with naming_dead_workers(self.llm):
+            outputs = self.llm.llm_engine.step()
+        activity.count("decode step")
+        return [output for output in outputs if output.finished]
+
+    def _run(self, requests: Sequence[tuple[str, NDArray[np.int64], SamplingParams]]) -> list[RequestOutput]:
+        """Return what became of all requests. Leaves none behind, however it ends."""
+        engine, waiting = self.llm.llm_engine, set[str]()
+        found: list[RequestOutput] = []
         try:
-            for name, tokens, params in requests:
-                waiting.add(engine.add_request(name, tokens_input(tokens.tolist()), params, lora_request=self.request))
+            for request in requests:
+                waiting.add(self._ask(*request))
             while engine.has_unfinished_requests():
-                with naming_dead_workers(self.llm):
-                    outputs = engine.step()
-                activity.count("decode step")
-                yield [output for output in outputs if output.finished]
+                found += self._step()
             waiting.clear()
         finally:
             if waiting:
                 engine.abort_request(list(waiting), internal=True)
+        return found
 
     @contextlib.contextmanager
     def _logits_over(self, temperature: float) -> Iterator[None]:
@@ -310,14 +322,15 @@ def sampling_params(sampling: Sampling, seed: int, stops: Collection[int]) -> Sa
     )
 
 
-def completion_of(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
-    """Tokens, their log-probs, and whether a stop token ended them."""
-    completion = output.outputs[0]
-    if completion.finish_reason not in ("stop", "length"):
-        raise ModelError(f"vLLM ended a request by itself: {completion.finish_reason}")
-    tokens = list(completion.token_ids)
-    logprobs = logprobs_of(completion.logprobs, tokens)
-    return np.array(tokens, dtype=np.int64), logprobs, completion.finish_reason == "stop"
+def completion_of(output: RequestOutput) -> Completion:
+    """Return what vLLM wrote for a request."""
+    written = output.outputs[0]
+    if written.finish_reason not in ("stop", "length"):
+        raise ModelError(f"vLLM ended a request by itself: {written.finish_reason}")
+    tokens = list(written.token_ids)
+    logprobs = logprobs_of(written.logprobs, tokens)
+    finished = written.finish_reason == "stop"
+    return Completion(int(output.request_id), np.array(tokens, dtype=np.int64), logprobs, finished)
 
 
 def logprobs_of(flat: FlatLogprobs, tokens: list[int]) -> NDArray[np.float32]:

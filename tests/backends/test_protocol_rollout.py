@@ -4,6 +4,7 @@ for all tests (`vllm_process.py`); sglang speaks to a server of ours (`tests/sup
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from sglang_helpers import SharedSglang
 from vllm_process import RemoteVllm, needs_vllm, shared_folder
 
 from backends import activity
+from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine, WeightSpec
 from backends.registry import rollout_engine
+from backends.sample_requests import Completion, SampleRequest
 from backends.weights.checksum import checksum_bytes
 from backends.weights.word_sum import word_sums
 from specs.errors import BatchError, ModelError, RlctlError, SyncError
@@ -317,12 +320,84 @@ def test_greedy_samples_among_others(kind: str, engine: RolloutEngine) -> None:
     mixed = answer(engine, prompts.with_columns(greedy_B=chosen.astype(np.uint8)), sampling)
     drawn = answer(engine, prompts, sampling)
     likeliest = answer(engine, prompts, sampling.model_copy(update={"greedy": True}))
-    assert rollout_engine(kind).mixes_greedy
     for name, greedy in zip(prompts["id_B"].tolist(), chosen.tolist(), strict=True):
         alone = (likeliest if greedy else drawn)[name]
         assert (mixed[name][0], mixed[name][2]) == (alone[0], alone[2])
         np.testing.assert_allclose(mixed[name][1], alone[1], atol=1e-4)
     assert any(drawn[name][0] != likeliest[name][0] for name in mixed)
+
+
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def requests_of(prompts: Batch, sampling: Sampling) -> list[SampleRequest]:
+    return Completions(prompts, sampling, lambda part: None).requests()
+
+
+def test_requests_that_come_and_go_are_what_they_are_in_a_batch(engine: RolloutEngine) -> None:
+    """Whoever else is there, however each is sampled, and after how many of the others it comes."""
+    prompts, hot = make_prompts(6, 3), Sampling(seed=4, temperature=0.8, max_response_tokens=14)
+    ways = (hot, hot.model_copy(update={"greedy": True}), hot.model_copy(update={"max_response_tokens": 5}))
+    wanted = [answer(engine, prompts, way) for way in ways]
+    mixed = [
+        replace(request, sampling=ways[number % 3], prefix=number)
+        for number, request in enumerate(requests_of(prompts, hot))
+    ]
+    found: dict[int, Completion] = {}
+
+    def step() -> None:
+        found.update({done.id: done for done in engine.step()})
+
+    engine.add(mixed[:2])
+    step()
+    engine.add(mixed[2:11])
+    step()
+    open_ids = [request.id for request in mixed[:11] if request.id not in found]
+    dropped = open_ids[-2:]
+    engine.abort([*dropped, 7])
+    assert engine.open_requests == len(open_ids) - 2, "one that is not open is left alone"
+    with pytest.raises(BatchError, match="is being drawn already"):
+        engine.add([mixed[12], next(one for one in mixed if one.id == open_ids[0])])
+    engine.add(mixed[11:])
+    while engine.open_requests:
+        step()
+    assert found.keys() == {request.id for request in mixed} - set(dropped)
+    engine.add([request for request in mixed if request.id in dropped])
+    while engine.open_requests:
+        step()
+    for number, request in enumerate(mixed):
+        tokens, logprobs, finished = wanted[number % 3][request.id]
+        done = found[request.id]
+        assert (done.tokens.tolist(), done.finished) == (tokens, bool(finished))
+        np.testing.assert_allclose(done.logprobs, logprobs, atol=1e-4)
+
+
+def test_nothing_changes_under_requests_that_are_open(kind: str, engine: RolloutEngine) -> None:
+    requests = requests_of(make_prompts(3, 2), Sampling(seed=4, max_response_tokens=9))
+    spec = engine.weight_specs()[0]
+    engine.add(requests)
+    with pytest.raises(SyncError, match="while 6 samples are being drawn"):
+        engine.import_weight(spec, np.zeros(spec.nbytes, np.uint8))
+    with pytest.raises(SyncError, match="put to sleep while 6 samples are being drawn"):
+        engine.sleep(1)
+    engine.abort()
+    assert (engine.open_requests, list(engine.step())) == (0, [])
+    assert answer(engine, make_prompts()), "goes on"
+
+
+def test_a_request_that_is_wrong_is_refused_with_those_that_came_along(engine: RolloutEngine) -> None:
+    first, second = requests_of(make_prompts(2, 1), Sampling(seed=4, max_response_tokens=9))
+    long = second.sampling.model_copy(update={"max_response_tokens": MAX_TOKENS})
+    for wrong, why in (
+        (replace(second, sampling=long), "the rollout was built for"),
+        (replace(second, tokens=second.tokens[:0]), "needs a token to start from"),
+        (replace(second, id=first.id), "is being drawn already"),
+        (replace(second, position=-1), "position_B is negative"),
+        (replace(second, prefix=first.prefix), "a prefix needs equal prompts"),
+    ):
+        with pytest.raises(BatchError, match=why):
+            engine.add([first, wrong])
+        assert engine.open_requests == 0
 
 
 def test_a_stop_text_must_be_one_token(kind: str) -> None:

@@ -39,7 +39,7 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
     "up_proj": "gate_up_proj",
 }
 SLOW_S = 60.0
-GENERATE_FIELDS = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "token_ids_logprob"}
+GENERATE_FIELDS = {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "token_ids_logprob"}
 SAMPLING_FIELDS = {"max_new_tokens", "temperature", "stop_token_ids", "sampling_seed"}
 
 

@@ -10,8 +10,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollout_helpers import rollout_config, write_model
 from vllm_worker import receive, send
 
 from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.sample_requests import Completion, SampleRequest
 from specs import errors
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
@@ -129,12 +131,34 @@ class RemoteVllm(RolloutEngine):
     def finish_import(self) -> None:
         self.process.call("finish_import")
 
-    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
+    @property
+    def open_requests(self) -> int:
+        return int(self.process.call("open_requests")[0]["count"])
+
+    def add(self, requests: Sequence[SampleRequest]) -> None:
+        facts = [[one.id, one.sampling.model_dump(), one.position, one.prefix] for one in requests]
+        lengths = [len(one.tokens) for one in requests]
+        self.process.call(
+            "add", {"facts": facts, "lengths": lengths}, {"tokens_T": np.concatenate([one.tokens for one in requests])}
+        )
+
+    def step(self) -> list[Completion]:
+        body, columns = self.process.call("step")
+        bounds = np.cumsum([0, *body["lengths"]])
+        return [
+            Completion(id_, columns["tokens_T"][a:b], columns["logprob_T"][a:b], ended)
+            for id_, ended, (a, b) in zip(body["ids"], body["finished"], pairwise(bounds), strict=True)
+        ]
+
+    def abort(self, ids: Collection[int] | None = None) -> None:
+        self.process.call("abort", {"ids": None if ids is None else list(ids)})
+
+    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, int]:
         self.process.begin("generate", {"sampling": sampling.model_dump()}, prompts.columns)
         while True:
             answer, columns = self.process.answer()
             if "part" not in answer:
-                counters: dict[str, Any] = answer["counters"]
+                counters: dict[str, int] = answer["counters"]
                 return counters
             emit(Batch(columns))
 

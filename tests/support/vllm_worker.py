@@ -22,6 +22,7 @@ from off_the_host import nothing_over_the_host
 from backends.hf.model_shape import model_shape
 from backends.protocol import Rank, WeightSpec
 from backends.registry import rollout_engine
+from backends.sample_requests import SampleRequest
 from specs.wire import wire_tensors
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
@@ -89,6 +90,32 @@ class Server:
         with nothing_over_the_host() if alone else nullcontext():
             return {"checksums": self.engine.import_from_device(list(zip(specs, buffers, strict=True)))}
 
+    def open_requests(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return {"count": self.engine.open_requests}
+
+    def add(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        tokens = np.split(arrays["tokens_T"], np.cumsum(body["lengths"])[:-1])
+        self.engine.add(
+            [
+                SampleRequest(id_, prompt, Sampling.model_validate(sampling), position, prefix)
+                for prompt, (id_, sampling, position, prefix) in zip(tokens, body["facts"], strict=True)
+            ]
+        )
+        return {}
+
+    def step(self, body: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
+        found = self.engine.step()
+        lengths, finished = [len(one.tokens) for one in found], [one.finished for one in found]
+        columns = {
+            "tokens_T": np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in found)]),
+            "logprob_T": np.concatenate([np.zeros(0, np.float32), *(one.logprobs for one in found)]),
+        }
+        return {"ids": [one.id for one in found], "lengths": lengths, "finished": finished}, columns
+
+    def abort(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine.abort(body["ids"])
+        return {}
+
     def generate(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         def emit(part: Batch) -> None:
             send(self.pipe, {"part": True}, part.columns)
@@ -136,6 +163,8 @@ class Server:
                 continue
             if isinstance(answer, np.ndarray):
                 send(self.pipe, {}, {"logprob_T": answer})
+            elif isinstance(answer, tuple):
+                send(self.pipe, *answer)
             else:
                 send(self.pipe, answer)
 

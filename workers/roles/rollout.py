@@ -10,7 +10,6 @@ from backends import activity
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
 from backends.weights import checksum
-from specs.errors import RlctlError
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.heartbeat import amount
@@ -53,11 +52,6 @@ class Rollout(EngineRank[RolloutEngine]):
         def send(batch: Batch) -> None:
             emit({}, batch.with_columns(version_B=np.full(len(batch), self.version)).columns)
 
-        if "greedy_B" in call.batch and not self.engine.mixes_greedy:
-            raise RlctlError(
-                f"{type(self.engine).__name__} cannot write greedy completions among others (`mixes_greedy` is false)",
-                hint="use another rollout.engine.kind, or an algorithm without a greedy baseline",
-            )
         limit = call.body.sampling.max_response_tokens
         what = f"generate of {amount(len(call.batch), 'prompt')}, longest {limit:,} tokens"
         activity.describe(what, self.engine.progress_unit, counted=self.engine.counts_progress)
