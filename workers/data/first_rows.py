@@ -81,8 +81,9 @@ def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], c
             if next(rows, None) is None:
                 refuse_no_prompt(table, one.key)
         except DataError as error:
-            key = f"{one.key}.data" if one.data else one.key
-            yield Finding(key=key, message=error.message, hint=error.hint, value=show(source.path))
+            key = f"{one.key}.data"  # other rows may do where those that are held out do not
+            hint = error.hint if one.data else f"name rows with prompts, or {error.hint}"
+            yield Finding(key=key, message=error.message, hint=hint, value=show(source.path))
 
 
 def first_rows(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> FirstRows:

@@ -22,6 +22,7 @@ from workers.chat_renderer import ChatRenderer
 from workers.data.conversations import BadRow
 from workers.data.data_set import EVAL_IDS, RunRows, open_rows
 from workers.data.examples import ExampleReader, RowPrompt
+from workers.data.first_rows import row_findings
 from workers.data.row_source import DataRow
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -172,3 +173,31 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, bare, {})
     with pytest.raises(DataError, match=r"a\.jsonl:17: no column 'answer'"):
         opened(tmp_path, bare, {}, bad_rows="refuse")
+
+
+@pytest.mark.parametrize(
+    ("rows", "generate", "wanted"),
+    [
+        ([{"prompt": "q", "completion": "a", "answer": "a"}], {}, {}),
+        ([{"text": "hello"}], {}, {"eval.generate.data": "no column 'prompt' to complete; the row has 'text'"}),
+        ([{"prompt": "q", "completion": "a"}], {}, {"eval.generate.data": "no column 'answer'"}),
+        (
+            [{"text": "hello"}],
+            {"data": "b.jsonl"},
+            {"eval.generate.data": "b.jsonl:1: the prompt has 15 tokens, more than the 6 of eval.generate"},
+        ),
+    ],
+)
+def test_what_a_check_says_of_the_first_prompts(
+    rows: list[dict[str, Any]], generate: dict[str, Any], wanted: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text('{"prompt": "too long for it", "answer": 2}\n')
+    section = RowsSection.model_validate({"train": "a.jsonl", "rows_per_step": 4, "max_tokens": 20})
+    config = RowsConfig(rows=section, eval=RowsEval(every=1, rows=4), unit="token")
+    table = GenerateSection.model_validate({"max_response_tokens": 4, **generate})
+    about = {"model_path": str(MODEL), "trust_remote_code": False, "spec_dir": str(tmp_path), "seed": 3}
+    graded = {"evals": table.evaluations, "answer_column": "answer", "needs_answer": True, "max_prompt_tokens": 6}
+    found = {one.key: one.message for one in row_findings(DataConfig(rows=config, **graded, **about), CODEC, None)}
+    assert found.keys() == wanted.keys(), found
+    assert all(text in found[key] for key, text in wanted.items()), found
