@@ -26,6 +26,8 @@ from rlctl.models.paths import BUILTIN_FOLDER
 from specs.errors import ExportError
 from specs.model_shapes import language_model_names
 
+pytestmark = pytest.mark.slow
+
 
 def write_composite(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True)

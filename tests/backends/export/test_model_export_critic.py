@@ -33,6 +33,7 @@ from specs.schema.role_section import Lora
 from specs.schema.roles import HeadKind
 from specs.wire.batch import Batch
 
+pytestmark = pytest.mark.slow
 PROMPTS = [[3, 1, 4, 1, 5], [5, 9]]
 MANY = 2**40  # bytes of memory: everything fits
 

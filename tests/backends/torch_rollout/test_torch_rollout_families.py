@@ -19,6 +19,7 @@ from specs.errors import ModelError
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
 
+pytestmark = pytest.mark.slow
 NEW_TOKENS = 8
 
 

@@ -22,6 +22,8 @@ from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["ddp", "fsdp2"]
 SCORED = [
     name

@@ -9,6 +9,8 @@ from syncing import ENGINES, build, do_not_copy, sync_of
 from specs.errors import SyncError
 from specs.wire.messages import Verb
 
+pytestmark = pytest.mark.slow
+
 
 class Turns:
     """An actor and two rollouts that share devices, in the middle of a run: one whole cycle is behind them."""

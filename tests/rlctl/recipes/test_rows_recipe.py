@@ -16,6 +16,8 @@ from rlctl.recipes.reference import unlike_rows
 from specs.errors import DataError, NotFiniteError, RunDirError
 from specs.wire.batch import Batch
 
+pytestmark = pytest.mark.slow
+
 PAIRS = 'train = "builtin:sort-digits-pairs"'
 WORDS = {
     "sft": 'train = "builtin:sort-digits"\ncompletion_column = "answer"',

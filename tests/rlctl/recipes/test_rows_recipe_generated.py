@@ -11,6 +11,8 @@ from local_run import LocalRun, local_run
 from running import finish, metrics
 from test_rows_recipe import numbers, spec_of
 
+pytestmark = pytest.mark.slow
+
 CLOCKED = ("sync/GB_per_s", "sync/checksum_s", "sync/probe_s")
 
 GENERATE = """[eval.generate]
