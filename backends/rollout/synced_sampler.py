@@ -77,9 +77,15 @@ class SyncedSampler(RolloutEngine):
     def add(self, requests: Sequence[SampleRequest]) -> None:
         self._check_usable("generate", (WEIGHTS, KV_CACHE))
         self._check(requests)
-        self._open.update({request.id: request for request in requests})
-        if requests:
+        if not requests:
+            return
+        new = {request.id: request for request in requests}
+        self._open |= new
+        try:
             self._begin(requests)
+        except BaseException:
+            self.abort(new)
+            raise
 
     def step(self) -> Sequence[Completion]:
         if not self._open:

@@ -125,8 +125,7 @@ class SglangRolloutEngine(SyncedSampler):
 
     def _begin(self, requests: Sequence[SampleRequest]) -> None:
         """Ask for the samples of each prefix in one request, as many at a time as the server has slots, so that it
-        never waits for us and queues by itself. Raise RlctlError for top_p or top_k: SGLang's log-probs leave them
-        out."""
+        never waits for us and queues by itself."""
         prefixes: dict[int, list[SampleRequest]] = {}
         for request in requests:
             prefixes.setdefault(request.prefix, []).append(request)
@@ -134,6 +133,7 @@ class SglangRolloutEngine(SyncedSampler):
         self._asked |= {self._pool.submit(self._ask, members): members for members in prefixes.values()}
 
     def _check(self, requests: Sequence[SampleRequest]) -> None:
+        """Raise RlctlError for top_p or top_k too: SGLang's log-probs leave them out."""
         super()._check(requests)
         for sampling in [request.sampling for request in requests]:
             if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k):

@@ -59,9 +59,9 @@ class SequenceRows:
         self.written_N[rows] = 0
         return rows
 
-    def release(self, row: int) -> SampleRequest:
+    def release(self, row: int) -> None:
         self.free.append(row)
-        return self.requests.pop(row)
+        del self.requests[row]
 
     def make_room(self, rows: int, limit: int) -> None:
         """Make room for so many sequences, and for completions of so many tokens."""

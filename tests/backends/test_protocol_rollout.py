@@ -19,6 +19,7 @@ from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine, WeightSpec
 from backends.registry import rollout_engine
 from backends.sample_requests import Completion, SampleRequest
+from backends.torch_rollout.kv_cache import KvCache
 from backends.weights.checksum import checksum_bytes
 from backends.weights.word_sum import word_sums
 from specs.errors import BatchError, ModelError, RlctlError, SyncError
@@ -383,6 +384,25 @@ def test_nothing_changes_under_requests_that_are_open(kind: str, engine: Rollout
     engine.abort()
     assert (engine.open_requests, list(engine.step())) == (0, [])
     assert answer(engine, make_prompts()), "goes on"
+
+
+def test_requests_that_cannot_begin_leave_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as without memory for a cache: the engine serves those that come after, and those that were there."""
+    engine = build("torch", write_model(tmp_path / "model"))
+    first, *rest = requests_of(make_prompts(3, 2), Sampling(seed=4, max_response_tokens=9))
+    engine.add([first])
+    with monkeypatch.context() as patched:
+        patched.setattr(KvCache, "grow", raised)
+        with pytest.raises(MemoryError):
+            engine.add(rest)
+    assert engine.open_requests == 1
+    found = [done.id for _ in range(9) for done in engine.step()]
+    assert found == [first.id]
+    assert len(answer(engine, make_prompts())) == len(make_prompts())
+
+
+def raised(*given: object) -> None:
+    raise MemoryError
 
 
 def test_a_request_that_is_wrong_is_refused_with_those_that_came_along(engine: RolloutEngine) -> None:
