@@ -54,6 +54,7 @@ class SyncedSampler(RolloutEngine):
         return held
 
     def finish_import(self) -> None:
+        self._check_idle("an import of weights ended")
         missing = [name for name in self._needed() if name not in self._imported]
         if missing:
             raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")

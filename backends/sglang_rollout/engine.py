@@ -149,7 +149,7 @@ class SglangRolloutEngine(SyncedSampler):
         for done in wait(self._asked, return_when=FIRST_COMPLETED).done:
             members = self._asked.pop(done)
             for request, sample in zip(members, done.result(), strict=True):
-                if request.id in self._open:  # else it was aborted
+                if self._open.get(request.id) is request:  # else it was aborted, perhaps to be asked for again
                     parsed = parse_sample(sample, request.sampling.max_response_tokens)
                     self.counts["cached_tokens"] += parsed.cached_tokens
                     found.append(Completion(request.id, parsed.tokens, parsed.logprobs, parsed.finished))
@@ -164,7 +164,7 @@ class SglangRolloutEngine(SyncedSampler):
         with suppress(RlctlError):
             if self._open:
                 for id_ in ids:
-                    self._post("/abort_request", {"rid": str(id_), "abort_all": False})
+                    self._post("/abort_request", {"rid": f"{id_}.", "abort_all": False})
             else:
                 self._asked.clear()
                 self._post("/abort_request", {"rid": "", "abort_all": True})
@@ -172,7 +172,7 @@ class SglangRolloutEngine(SyncedSampler):
     def _ask(self, members: Sequence[SampleRequest]) -> list[Mapping[str, Any]]:
         """Return the server's replies to requests with one prompt; runs in a thread of its own."""
         body = {
-            "rid": [str(request.id) for request in members],
+            "rid": [f"{request.id}." for request in members],  # aborts take all that begin with a name
             "input_ids": [request.tokens.tolist() for request in members],
             "sampling_params": [
                 self._sampling_params(request.sampling, seed)

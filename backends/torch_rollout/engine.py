@@ -105,6 +105,7 @@ class TorchRolloutEngine(SyncedSampler):
     def share_weights(self) -> WeightMemory | None:
         """Not by an engine that sleeps at level 2: pages that come anew at each wake, in two processes, cost more than
         a copy."""
+        self._check_idle("the actor was to write into the weights' memory")
         if not self._lends:
             return None
         self._ready = False
@@ -151,7 +152,8 @@ class TorchRolloutEngine(SyncedSampler):
             cache = self._cache_for(slots)
             self._decoder = Decoder(self._forward, cache, self.stops, self.table.prefill_tokens, self.counts)
         elif slots > self._decoder.cache.slots:
-            self._decoder.cache.grow(slots)
+            # Twice as many: those that come one by one would copy the cache each time.
+            self._decoder.cache.grow(min(self.table.max_sequences, max(slots, 2 * self._decoder.cache.slots)))
         self._decoder.add(requests)
 
     @torch.inference_mode()

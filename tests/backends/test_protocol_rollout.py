@@ -379,6 +379,11 @@ def test_nothing_changes_under_requests_that_are_open(kind: str, engine: Rollout
     engine.add(requests)
     with pytest.raises(SyncError, match="while 6 samples are being drawn"):
         engine.import_weight(spec, np.zeros(spec.nbytes, np.uint8))
+    with pytest.raises(SyncError, match="while 6 samples are being drawn"):
+        engine.finish_import()
+    if kind == "torch":
+        with pytest.raises(SyncError, match="while 6 samples are being drawn"):
+            engine.share_weights()
     with pytest.raises(SyncError, match="put to sleep while 6 samples are being drawn"):
         engine.sleep(1)
     engine.abort()
