@@ -9,25 +9,20 @@ from torch import Tensor
 from specs.wire.role_config import Sampling
 
 
-def sample(
-    logits: Tensor, uniform_B: Tensor, sampling: Sampling, greedy_B: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
     logits [B, V] in any float dtype, uniform_B [B] float64 in [0, 1). Returns token_B (int64) and logprob_B (fp32):
     the log-prob under the distribution drawn from, after temperature and restriction. Greedy takes the likeliest token
-    and reports its log-prob under softmax(logits): evaluation has no sampling distribution to be exact about. So do
-    single rows where `greedy_B` [B] says so.
+    and reports its log-prob under softmax(logits): evaluation has no sampling distribution to be exact about.
 
     The CDF runs in vocabulary order, not in order of probability, so that rounding noise in the logits (which
     depends on the batch's shape) moves a draw only at the edge of an interval.
     """
     logits = logits.float()
     if sampling.greedy:
-        return _likeliest(logits)
-    if greedy_B is not None:
-        drawn, likeliest = sample(logits, uniform_B, sampling), _likeliest(logits)
-        return torch.where(greedy_B, likeliest[0], drawn[0]), torch.where(greedy_B, likeliest[1], drawn[1])
+        token = logits.argmax(-1, keepdim=True)
+        return token[:, 0], F.log_softmax(logits, -1).gather(-1, token)[:, 0]
     if sampling.temperature != 1.0:
         logits = logits / sampling.temperature
     logprob = F.log_softmax(restrict(logits, sampling.top_k, sampling.top_p), -1)
@@ -35,11 +30,6 @@ def sample(
     threshold = uniform_B[:, None] * cdf[:, -1:]
     token = torch.searchsorted(cdf, threshold, right=True).clamp_(max=cdf.shape[-1] - 1)
     return token[:, 0], logprob.gather(-1, token)[:, 0]
-
-
-def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    token = logits.argmax(-1, keepdim=True)
-    return token[:, 0], F.log_softmax(logits, -1).gather(-1, token)[:, 0]
 
 
 def restrict(logits: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -182,7 +182,8 @@ class SampleQueue:
     def _draw(self, batches: int, step: int) -> tuple[list[PromptBatch], list[int]]:
         """Prompts of so many steps, and the cursor after each."""
         if self._prompts is None or self._prompts[:2] != (self.position, batches):
-            self._prompts = (self.position, batches, self.ask(batches * self.spec.data.prompts_per_step, step))
+            self._request_prompts(batches, step)
+        assert self._prompts is not None, "there are batches to draw"
         answer, self._prompts = self._prompts[2].result()[0], None
         each = self.spec.data.prompts_per_step
         ends = [self.position + each * (index + 1) for index in range(batches)]

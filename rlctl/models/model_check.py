@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,12 @@ from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
 from specs.model_facts import LAYER_KINDS, NOT_ALONE, merged_config, positions_of, tokens_of_one_rope
-from specs.schema.recipes import RlSpec
+from specs.schema.recipes import RowsSpec, sampling_of
 from specs.schema.roles import ROLES, ROLLOUT, HeadKind, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"
-# What to lower where sequences of prompts and completions are too long, and the key.
-_PROMPTS_AND_COMPLETIONS = (
-    "lower data.max_prompt_tokens or data.max_response_tokens",
-    "data.max_prompt_tokens + data.max_response_tokens",
-)
 _CAUSAL = "name a causal language model (Qwen, Llama, Gemma, …)"
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
@@ -45,8 +41,6 @@ class ModelCheck:
         self._head: HeadKind = spec.head(role)
         if self._learns and self._head != "lm":
             self._head = "value"  # one that learns is made where the files have none
-        rl = isinstance(spec, RlSpec)
-        self._lengths = _PROMPTS_AND_COMPLETIONS if rl else ("lower it", "data.max_tokens")
         self._same_tokens = role == spec.lead or ROLES[role].same_tokens
         self._from_scratch = role == spec.lead and (spec.model.from_scratch or self._bigram)
         self._export = RunExport.of(os.path.abspath(spec_dir / Path(self.path).expanduser()))
@@ -60,11 +54,8 @@ class ModelCheck:
         else:
             self._check_hub(where)
         if not self._bigram:
-            self._check_length(spec.longest_tokens(role))
-            if role == spec.lead and spec.generates and not isinstance(spec, RlSpec):
-                keys = "eval.generate.max_prompt_tokens", "eval.generate.max_response_tokens"
-                self._lengths = (f"lower {keys[0]} or {keys[1]}", " + ".join(keys))
-                self._check_length(spec.longest_tokens(ROLLOUT))
+            for limit in self._limits(spec):
+                self._check_length(*limit)
             if wrong := self._kind_problem():  # what follows from its kind is not reported beside it
                 self.problems = [problem for problem in self.problems if problem.key != self.key]
                 self._wrong(*wrong)
@@ -192,8 +183,21 @@ class ModelCheck:
             return f"its weights are quantized ({method or 'quantization_config'}): {why}", hint
         return None
 
-    def _check_length(self, longest: int) -> None:
-        """Check that the model has positions for the longest sequence of its role."""
+    def _limits(self, spec: Spec) -> Iterator[tuple[int, str, str]]:
+        """Yield the longest sequence that the model reads, what to do where it is too long, and the key that says it;
+        of a model that learns from rows and is sampled from, both kinds of sequences."""
+        if not self._same_tokens:
+            yield spec.longest_tokens(self._role), "lower it", f"{self._role}.max_sequence_tokens"
+            return
+        of_rows, sampling = isinstance(spec, RowsSpec), sampling_of(spec)
+        if of_rows:
+            yield spec.longest_tokens(self._role), "lower it", "data.max_tokens"
+        if sampling is not None and (self._role == spec.lead or not of_rows):
+            prompts, completions = (f"{sampling.lengths}.max_{part}_tokens" for part in ("prompt", "response"))
+            yield spec.longest_tokens(ROLLOUT), f"lower {prompts} or {completions}", f"{prompts} + {completions}"
+
+    def _check_length(self, longest: int, hint: str, key: str) -> None:
+        """Check that the model has positions for sequences of `longest` tokens, which `key` says."""
         positions, short = positions_of(self.config), tokens_of_one_rope(self.config)
         if positions and longest > positions:
             message = f"more than the {positions} positions of {self.path}"
@@ -202,8 +206,4 @@ class ModelCheck:
             message += "log-probs would depend on the micro-batch"
         else:
             return
-        if self._same_tokens:
-            hint, key = self._lengths
-        else:
-            hint, key = "lower it", f"{self._role}.max_sequence_tokens"
         self._wrong(message, hint, key, str(longest))

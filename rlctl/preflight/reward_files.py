@@ -22,7 +22,7 @@ def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     """Return what is wrong with the files of reward functions, and of the user's own advantage and loss."""
     terms = enumerate(spec.reward_terms)
     paths = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
-    paths |= {key: path for key, path in spec.own_functions.items()}
+    paths |= spec.own_functions
     problems = []
     for key, path in paths.items():
         place, _, name = path.rpartition(":")

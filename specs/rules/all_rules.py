@@ -27,7 +27,7 @@ from specs.text import show
 
 Rule = Callable[[Any], Iterator[Problem]]
 
-# Rules, each with the recipes that it is about.
+# Rules, each with the recipes that it is about; those of `SamplingSpec` where something is sampled.
 RULES: tuple[tuple[type[Spec], Rule], ...] = (
     (Spec, learning_problems),
     (RlSpec, data_problems),
@@ -57,8 +57,9 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
 
 
 def _found(spec: Spec, rules: Sequence[tuple[type[Spec], Rule]]) -> Iterator[Problem]:
-    kinds = type(spec).__mro__ if spec.generates else [kind for kind in type(spec).__mro__ if kind is not SamplingSpec]
-    return (problem for recipe, rule in rules if recipe in kinds for problem in rule(spec))
+    for recipe, rule in rules:
+        if isinstance(spec, recipe) and (spec.generates or recipe is not SamplingSpec):
+            yield from rule(spec)
 
 
 def with_values(spec: Spec, problems: Iterable[Problem]) -> list[Problem]:

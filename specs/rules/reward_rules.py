@@ -27,7 +27,7 @@ def reward_problems(spec: SamplingSpec) -> Iterator[Problem]:
         if isinstance(term, Regex):
             yield from _pattern(f"{key}.pattern", term.pattern)
         elif isinstance(term, Overlong) and term.buffer_tokens > (most := spec.max_response_tokens):
-            message = f"longer than the longest completion (max_response_tokens = {most})"
+            message = f"longer than the longest completion ({spec.lengths}.max_response_tokens = {most})"
             yield Problem(f"{key}.buffer_tokens", message, f"use at most {most}")
         elif isinstance(term, Judge):
             yield from _request(key, term)

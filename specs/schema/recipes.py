@@ -32,7 +32,10 @@ from specs.schema.spec import (
 
 
 class SamplingSpec(Spec):
-    """A recipe that can sample completions and have them graded: to learn from them, or to evaluate."""
+    """A recipe that can sample completions and have them graded: to learn from them, or to evaluate. `lengths`: the
+    section that says how long prompts and completions may be."""
+
+    lengths: ClassVar[str] = "data"
 
     actor: ActorSection = ActorSection()
     reward: RewardSection | None = None
@@ -86,7 +89,7 @@ class SamplingSpec(Spec):
 
     def sections(self) -> list[tuple[RoleName, RoleSection]]:
         """Leave out the roles of sampling where nothing is sampled: their defaults may not suit the model."""
-        return [each for each in super().sections() if self.generates or not ROLES[each[0]].generates]
+        return [each for each in super().sections() if self.generates or ROLES[each[0]].needed_if != "generates"]
 
 
 class RlSpec(SamplingSpec):
@@ -222,6 +225,8 @@ class RowsSpec(Spec):
 
 class TextSpec(RowsSpec, SamplingSpec):
     """A recipe whose model learns to write from rows; what it writes can be sampled and graded, to evaluate it."""
+
+    lengths: ClassVar[str] = GenerateSection.key
 
     eval: TextEval | None = None
 

@@ -59,11 +59,6 @@ class Role:
         return self.holds == "sampler"
 
     @property
-    def generates(self) -> bool:
-        """Whether it is there only to sample or grade completions."""
-        return self.holds in ("sampler", "scorer")
-
-    @property
     def holds_model(self) -> bool:
         """Whether it builds a language model with an engine, on devices of its own section."""
         return self.holds in ("learner", "frozen", "score_model", "sampler")

@@ -271,15 +271,14 @@ class ExampleReader:
             if prompt is None:
                 has = ", ".join(map(repr, values))
                 raise BadRow(f"no column {source.prompt_column!r} to complete; the row has {has}")
-            listed = any(isinstance(one, list) for one in (prompt, *answered))
-            if not (listed or self._always_chat or (chat and not answered)):
+            if not (self._is_chat(prompt, *answered) or (chat and not answered)):
                 return _text(values, source.prompt_column)
             messages = _messages(prompt, source.prompt_column, "user")
         return [plain(message) for message in self._with_system(messages)]
 
-    @property
-    def _always_chat(self) -> bool:
-        return self.data.chat == "always" or bool(self.data.system)
+    def _is_chat(self, *parts: Any) -> bool:
+        """Return whether a prompt and its completion go through the chat template."""
+        return self.data.chat == "always" or bool(self.data.system) or any(isinstance(part, list) for part in parts)
 
     def ends(self, sequence: Learned) -> bool:
         """Return whether the token that ends the sequence, or its last turn, is learned."""
@@ -340,8 +339,7 @@ class ExampleReader:
     def _completed(self, values: Mapping[str, Any], column: str) -> Learned:
         """Return a prompt with the completion in `column`."""
         prompt, completion = values.get(self.source.prompt_column), values.get(column)
-        listed = isinstance(prompt, list) or isinstance(completion, list)
-        if not listed and not self._always_chat:
+        if not self._is_chat(prompt, completion):
             return self._joined(_text(values, self.source.prompt_column), _text(values, column))
         before = _messages(prompt, self.source.prompt_column, "user")
         after = _messages(completion, column, ASSISTANT)

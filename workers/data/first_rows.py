@@ -67,14 +67,14 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
 def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], chat: bool) -> Iterator[Finding]:
     """Yield what is wrong with the prompts that are completed to evaluate the model. `chat`: whether rows that are
     trained on go through the chat template."""
+    held_out = readers.get(_EVAL) or next(iter(readers.values()), None)
     for one in config.evals:
-        first = (
-            next(iter(readers.values()), None) if one.data else readers.get(_EVAL, next(iter(readers.values()), None))
-        )
-        if first is None or is_hub_data(one.data):
+        if held_out is None or is_hub_data(one.data):
             continue
-        source = first.source.reading(one.data, one.split) if one.data else first.source
-        reader = ExampleReader(source, first.config, first.codec, first.chats)
+        reader = held_out
+        if one.data:
+            source = held_out.source.reading(one.data, one.split)
+            reader = ExampleReader(source, held_out.config, held_out.codec, held_out.chats)
         try:
             rows = _rows(config, reader)
             table = row_prompts(islice(rows, _ROWS), reader, config, chat=chat)
@@ -83,7 +83,7 @@ def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], c
         except DataError as error:
             key = f"{one.key}.data"  # other rows may do where those that are held out do not
             hint = error.hint if one.data else f"name rows with prompts, or {error.hint}"
-            yield Finding(key=key, message=error.message, hint=hint, value=show(source.path))
+            yield Finding(key=key, message=error.message, hint=hint, value=show(reader.source.path))
 
 
 def first_rows(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> FirstRows:
