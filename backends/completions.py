@@ -16,9 +16,13 @@ from specs.wire.role_config import Sampling
 class Completions:
     """Takes finished completions one by one and emits them in whole groups, each sample exactly once."""
 
-    def __init__(self, prompts: Batch, sampling: Sampling, emit: Callable[[Batch], None]) -> None:
+    def __init__(
+        self, prompts: Batch, sampling: Sampling, emit: Callable[[Batch], None], *, keep: bool = False
+    ) -> None:
+        """`keep`: later turns of the same samples will follow."""
         prompts.require(PROMPT_COLUMNS, Verb.GENERATE)
-        self.prompts, self.sampling, self._emit = prompts, sampling, emit
+        self.prompts, self.sampling, self._emit, self._keep = prompts, sampling, emit, keep
+        self._samplings: dict[tuple[bool, int], Sampling] = {}
         self._prompt_tokens = prompts.sequences("tokens_T")
         self._index = {id_: index for index, id_ in enumerate(prompts["id_B"].tolist())}
         self._found: dict[int, Completion] = {}  # that wait for others of their group, by index
@@ -29,21 +33,31 @@ class Completions:
 
     def requests(self) -> list[SampleRequest]:
         """Return the requests in the order in which to work: prefixes by first appearance, samples that share one next
-        to each other. `greedy_B` marks samples that take the likeliest token, whatever the sampling says."""
-        prompts, greedy = self.prompts, self.sampling.model_copy(update={"greedy": True})
+        to each other. `greedy_B` marks samples that take the likeliest token, whatever the sampling says, and `limit_B`
+        is the most that each may write."""
+        prompts, none = self.prompts, np.zeros(len(self.prompts), np.int64)
         ids, positions, prefixes = (prompts[name].tolist() for name in ("id_B", "position_B", "prefix_B"))
-        greedy_B = prompts["greedy_B"].tolist() if "greedy_B" in prompts else [0] * len(prompts)
+        special = zip(*(prompts.columns.get(name, none).tolist() for name in ("greedy_B", "limit_B")), strict=True)
+        samplings = [self._sampling_of(bool(greedy), limit) for greedy, limit in special]
         order = [index for members in _indices_by(prompts["prefix_B"]).values() for index in members]
         return [
             SampleRequest(
                 ids[index],
                 self._prompt_tokens[index],
-                greedy if greedy_B[index] else self.sampling,
+                samplings[index],
                 positions[index],
                 prefixes[index],
+                self._keep,
             )
             for index in order
         ]
+
+    def _sampling_of(self, greedy: bool, limit: int) -> Sampling:
+        """Return how a request is drawn. `limit`: 0 for none of its own."""
+        if (greedy, limit) not in self._samplings:
+            own = {**({"greedy": True} if greedy else {}), **({"max_response_tokens": limit} if limit else {})}
+            self._samplings[greedy, limit] = self.sampling.model_copy(update=own) if own else self.sampling
+        return self._samplings[greedy, limit]
 
     def finish(self, completion: Completion) -> None:
         """Take a completion."""

@@ -341,6 +341,9 @@ class RolloutEngine(ABC):
     def abort(self, ids: Collection[int] | None = None) -> None:
         """Drop these open requests, by default all. Ids that are not open are left alone: their answer was faster."""
 
+    def forget(self, ids: Collection[int]) -> None:
+        """Free what was kept of these ids for a later turn (`SampleRequest.keep`): none follows."""
+
     def counters(self) -> Mapping[str, int]:
         """Return what was counted since the engine was built (`decode_steps`, …)."""
         return {}

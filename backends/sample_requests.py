@@ -18,7 +18,8 @@ class SampleRequest:
     is drawn with the random number of (`sampling.seed`, `id`, `position` + i), so that a later turn goes on instead of
     repeating; an engine that draws with a generator of its own seeds it with (seed, id, position).
     `sampling.max_response_tokens` limits the new tokens, however many were drawn before. Requests that are added
-    together and have the same `prefix` are equal token by token and may share their computation.
+    together and have the same `prefix` are equal token by token and may share their computation. `keep`: a later turn
+    of the same id may follow, so an engine may keep what it computed, until `RolloutEngine.forget`.
     """
 
     id: int
@@ -26,6 +27,7 @@ class SampleRequest:
     sampling: Sampling
     position: int = 0
     prefix: int = 0
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

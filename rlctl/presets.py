@@ -176,6 +176,9 @@ def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = Fals
         raise UsageError(f'--preset "{name}": no such preset', hint=hint)
     text = _with_pages_of_this_installation(known[name].read_text(encoding="utf-8"))
     _write(target, text if elsewhere else _with_interpreters(text, target), force=force)
+    for name in dict.fromkeys(re.findall(r'"(\w+\.py):', text)):  # code that it names; what is there already stays
+        if (code := PRESET_FOLDER / name).is_file() and not (target.parent / name).exists():
+            _write(target.parent / name, code.read_text(encoding="utf-8"), force=False)
 
 
 def _with_pages_of_this_installation(text: str) -> str:

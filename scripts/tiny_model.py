@@ -2,6 +2,7 @@
 
     python scripts/tiny_model.py specs/builtin/tiny-digits --kind digits      # what ships with rlctl
     python scripts/tiny_model.py specs/builtin/mini-digits --kind digits --hidden 64 --intermediate 128
+    python scripts/tiny_model.py specs/builtin/tiny-chat --kind chat
     python scripts/tiny_model.py /tmp/bytes --kind bytes --hidden 64 --layers 2 --weights 7
 
 Without `--weights SEED` only JSON is written and neither torch nor transformers is imported.
@@ -19,9 +20,28 @@ from typing import Any
 # sees and never learns to end them.
 END = "<eos>"
 DIGITS_ALPHABET = "0123456789>=+-"
+CHAT_ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+# Turns end with <|im_end|>, calls are written as Qwen's and Hermes' models write them, and tools are shown in a word or
+# two: a tiny model has no use for their schemas.
+CHAT_TOKENS = {"<|im_end|>": True, "<|im_start|>": True, "<tool_call>": False, "</tool_call>": False}  # True: special
+CHAT_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 SIZES: dict[str, dict[str, int]] = {
     "digits": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 256, "positions": 64},
+    "chat": {"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate": 384, "positions": 512},
     "bytes": {"hidden": 192, "layers": 3, "heads": 6, "kv_heads": 2, "intermediate": 384, "positions": 1024},
 }
 
@@ -36,8 +56,13 @@ def byte_alphabet() -> list[str]:
 
 
 def alphabet_of(kind: str) -> list[str]:
-    table = byte_alphabet()
-    return [table[ord(char)] for char in DIGITS_ALPHABET] if kind == "digits" else table
+    table, characters = byte_alphabet(), {"digits": DIGITS_ALPHABET, "chat": CHAT_ALPHABET}
+    return [table[ord(char)] for char in characters[kind]] if kind in characters else table
+
+
+def added_tokens(kind: str) -> dict[str, bool]:
+    """Return tokens that are no characters, and whether they are special; the first ends a turn."""
+    return CHAT_TOKENS if kind == "chat" else {END: True}
 
 
 def tokenizer_json(kind: str) -> dict[str, Any]:
@@ -47,10 +72,11 @@ def tokenizer_json(kind: str) -> dict[str, Any]:
     alphabet, NFC normaliser, byte-level. So this file says the same, and every reader agrees on the tokens.
     """
     alphabet = alphabet_of(kind)
-    vocab = {token: index for index, token in enumerate([END, *alphabet])}
+    vocab = {token: index for index, token in enumerate([*added_tokens(kind), *alphabet])}
     added = [
-        {"id": 0, "content": END, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False, "special": True}
+        {"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": special}
+        for index, (token, special) in enumerate(added_tokens(kind).items())
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
@@ -81,7 +107,7 @@ def model_config(kind: str, size: dict[str, int], tied: bool) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "vocab_size": 1 + len(alphabet_of(kind)),
+        "vocab_size": len(added_tokens(kind)) + len(alphabet_of(kind)),
         "hidden_size": size["hidden"],
         "intermediate_size": size["intermediate"],
         "num_hidden_layers": size["layers"],
@@ -103,15 +129,17 @@ def model_config(kind: str, size: dict[str, int], tied: bool) -> dict[str, Any]:
 
 def write_folder(folder: Path, kind: str, size: dict[str, int], tied: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    end = next(iter(added_tokens(kind)))
     tokenizer_config = {
         "tokenizer_class": "Qwen2Tokenizer",
-        "pad_token": END,
-        "eos_token": END,
-        "unk_token": END,
+        "pad_token": end,
+        "eos_token": end,
+        "unk_token": end,
         "bos_token": None,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": size["positions"],
+        **({"chat_template": CHAT_TEMPLATE} if kind == "chat" else {}),
     }
     files = {
         "config.json": model_config(kind, size, tied),

@@ -42,7 +42,64 @@ def sort_digits_pairs() -> Iterator[dict[str, Any]]:
             yield {"prompt": row["prompt"], "chosen": right, "rejected": wrong}
 
 
+CALCULATOR = {
+    "type": "function",
+    "function": {"name": "calculator", "parameters": {"properties": {"expression": {"type": "string"}}}},
+}
+
+
+def products() -> Iterator[dict[str, Any]]:
+    """Yield the 8,100 products of two numbers of two digits, `37*24`, in a fixed scattered order, with the answer."""
+    for index in range(8100):
+        first, second = divmod(index * 4001 % 8100, 90)
+        yield {"prompt": f"{first + 10}*{second + 10}", "answer": str((first + 10) * (second + 10))}
+
+
+def products_chats() -> Iterator[dict[str, Any]]:
+    """Yield a conversation about each product: by turns one that calls the tool `calculator` and repeats what it says,
+    and one that gives the answer to another product at once."""
+    rows = list(products())
+    for index, row in enumerate(rows):
+        asked = {"role": "user", "content": row["prompt"]}
+        if index % 2:
+            said = [{"role": "assistant", "content": rows[index - 1]["answer"]}]
+        else:
+            function = {"name": "calculator", "arguments": {"expression": row["prompt"]}}
+            said = [
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+                {"role": "tool", "content": row["answer"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        yield {"messages": [asked, *said], "tools": [CALCULATOR]}
+
+
+def guesses() -> Iterator[dict[str, Any]]:
+    """Yield 1,000 games in which a digit is to be guessed."""
+    for index in range(1000):
+        yield {"prompt": "guess", "number": index * 7 % 10}
+
+
+def guesses_chats() -> Iterator[dict[str, Any]]:
+    """Yield 1,000 games of a player who guesses at random, whatever the hints say."""
+    state = 1
+    for row in guesses():
+        messages: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
+        for _ in range(4):
+            state = state * 48271 % (2**31 - 1)
+            guess = state % 10
+            messages.append({"role": "assistant", "content": str(guess)})
+            if guess == row["number"]:
+                break
+            messages.append({"role": "user", "content": "higher" if row["number"] > guess else "lower"})
+        last = len(messages) - (messages[-1]["role"] == "user")
+        yield {"messages": messages[:last]}
+
+
 BUILTIN_TASKS: Mapping[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "sort-digits": sort_digits,
     "sort-digits-pairs": sort_digits_pairs,
+    "products": products,
+    "products-chats": products_chats,
+    "guesses": guesses,
+    "guesses-chats": guesses_chats,
 }

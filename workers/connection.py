@@ -1,7 +1,8 @@
 """The connection of a rank to the driver.
 
 The serving thread sends and receives by itself, which saves two thread switches per message. A second thread sends
-heartbeats and receives while the first computes. One lock guards the socket.
+heartbeats and receives while the first computes. Any thread may send. One lock guards the socket; who sends while
+another waits for messages with the lock in hand ends that wait.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
@@ -28,6 +30,7 @@ BEAT_FRAMES = Message(Kind.BEAT).frames()
 JOIN_TIMEOUT_S = 60.0
 _LINGER_S = 5.0
 _SMALL_BYTES = 65536
+_LOCK_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Dial:
 
 
 class Link:
-    """Connection to the driver. `receive` and `send` are for the serving thread."""
+    """Connection to the driver. `receive` is for the serving thread, `send` for any."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
@@ -63,6 +66,12 @@ class Link:
         self._poller.register(self._dealer, zmq.POLLIN)
         self._lock = threading.Lock()  # guards the socket and the fields below
         self._inbox: deque[Message | ChannelError] = deque()
+        self._outbox: deque[list[Buffer]] = deque()
+        self._waiting = False  # `receive` holds the lock, and nothing has come yet
+        self._awake, self._wakes = socket.socketpair()
+        for end in (self._awake, self._wakes):
+            end.setblocking(False)
+        self._poller.register(self._awake.fileno(), zmq.POLLIN)
         self._beat_s = self._silence_s = self._heard = self._polled = self._next_beat = 0.0
         self._closing = threading.Event()
 
@@ -84,21 +93,39 @@ class Link:
 
     def receive(self) -> Message:
         """Return the next message. Wait as long as the driver is alive; if it falls silent, end the process."""
-        while True:
-            with self._lock:
-                if not self._inbox:
-                    self._pump(wait=True)
-                message = self._inbox.popleft() if self._inbox else None
-            if isinstance(message, ChannelError):
-                raise message
-            if message is not None:
-                return message
+        while (message := self._next(wait=True)) is None:
+            pass
+        return message
+
+    def received(self) -> Message | None:
+        """Return the next message that is here already."""
+        return self._next(wait=False)
+
+    def _next(self, *, wait: bool) -> Message | None:
+        with self._lock:
+            if not self._inbox:
+                self._pump(wait=wait)
+            message = self._inbox.popleft() if self._inbox else None
+        if isinstance(message, ChannelError):
+            raise message
+        return message
 
     def send(self, message: Message) -> None:
         """Send at once. Raise the error of the encoding (a body that is not JSON)."""
-        frames = message.frames()
-        with self._lock:
-            self._dealer.send_multipart(frames, copy=False)
+        self._outbox.append(message.frames())
+        if self._waiting:
+            with suppress(BlockingIOError):  # full of wakes already
+                self._wakes.send(b"!")
+        while self._outbox and not self._closing.is_set():  # until it is sent, by whoever has the lock
+            if self._lock.acquire(timeout=_LOCK_S):
+                try:
+                    self._flush()
+                finally:
+                    self._lock.release()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            self._dealer.send_multipart(self._outbox.popleft(), copy=False)
 
     def close(self, linger_s: float = _LINGER_S) -> None:
         """Close the connection; waits at most `linger_s` for unsent messages."""
@@ -106,6 +133,8 @@ class Link:
         with self._lock:
             self._dealer.close(linger=int(linger_s * 1000))
             self._context.term()
+            self._awake.close()
+            self._wakes.close()
 
     def _expect(self, kind: Kind, timeout_s: float) -> Message:
         if not self._dealer.poll(int(timeout_s * 1000)):
@@ -137,8 +166,14 @@ class Link:
 
     def _pump(self, *, wait: bool) -> None:
         """Receive messages, send due heartbeats, and end the process when the driver was silent for too long."""
+        self._waiting = wait  # before the outbox is looked at: what is put there later ends the wait
+        self._flush()
         wait_s = max(0.0, self._next_beat - time.monotonic()) if wait else 0.0
-        ready = self._poller.poll(int(wait_s * 1000) + 1 if wait_s else 0)
+        ready = dict(self._poller.poll(int(wait_s * 1000) + 1 if wait_s else 0))
+        self._waiting = False
+        if ready.pop(self._awake.fileno(), None):
+            self._awake.recv(_SMALL_BYTES)
+            self._flush()
         now = time.monotonic()
         # A stopped or starved process receives nothing: that time does not count as silence of the driver.
         self._heard += max(0.0, now - self._polled - 4 * self._beat_s)

@@ -1,4 +1,7 @@
-"""The serve loop of a rank: receive a call, check its body, call its handler, reply with the result or the error."""
+"""The serve loop of a rank: receive a call, check its body, call its handler, reply with the result or the error.
+
+A handler may reply later: it returns a Future, and the rank receives further calls meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,8 +31,10 @@ Body = Mapping[str, Any]
 Tensors = Mapping[str, NDArray[np.generic]]
 Emit = Callable[[Body, Tensors], None]
 Reply = tuple[Body, Tensors]
-Handler = Callable[[Message, Emit], Reply]
-"""Takes the request, and a function that sends a part of the reply at once; returns the reply's body and tensors."""
+Replied = Reply | Future[Reply]
+Handler = Callable[[Message, Emit], Replied]
+"""Takes the request, and a function that sends a part of the reply at once, from any thread; returns the reply's body
+and tensors, or the future that will have them."""
 Handlers = Mapping[Verb, Handler]
 B = TypeVar("B", bound=BaseModel)
 
@@ -45,7 +51,37 @@ class Request(Generic[B]):
         return Batch(self.tensors)
 
 
-TypedHandler = Callable[[Request[Any], Emit], Reply]
+TypedHandler = Callable[[Request[Any], Emit], Replied]
+
+
+class Work(Protocol):
+    """What the serving thread does between calls, as long as there is any: it ends in futures that handlers gave."""
+
+    @property
+    def pending(self) -> bool: ...
+
+    def advance(self) -> None: ...
+
+
+class Working(dict[Verb, Handler]):
+    """Handlers of a rank that has work between calls."""
+
+    def __init__(self, handlers: Handlers, work: Work) -> None:
+        super().__init__(handlers)
+        self.work = work
+
+
+def aside(handler: TypedHandler, threads: Executor) -> TypedHandler:
+    """Return a handler that runs in one of these threads, so that the rank goes on receiving."""
+
+    def submit(call: Request[Any], emit: Emit) -> Future[Reply]:
+        def run() -> Reply:
+            reply = handler(call, emit)
+            return reply.result() if isinstance(reply, Future) else reply
+
+        return threads.submit(run)
+
+    return submit
 
 
 def typed(handlers: Mapping[Verb, TypedHandler], own: Mapping[Verb, type[BaseModel]] | None = None) -> Handlers:
@@ -61,27 +97,36 @@ def _shape(verb: Verb, own: type[BaseModel] | None) -> type[BaseModel]:
 
 
 def _typed(handler: TypedHandler, shape: type[BaseModel]) -> Handler:
-    def checked(message: Message, emit: Emit) -> Reply:
+    def checked(message: Message, emit: Emit) -> Replied:
         return handler(Request(read(shape, message), message.tensors), emit)
 
     return checked
 
 
 class Peer(Protocol):
-    """The part of a connection that the loop uses."""
+    """The part of a connection that the loop uses. `send` is called by any thread."""
 
     def receive(self) -> Message: ...
+
+    def received(self) -> Message | None: ...
 
     def send(self, message: Message) -> None: ...
 
 
 def serve(peer: Peer, handlers: Handlers) -> None:
     """Serve calls until `close`. An error of a verb is reported and the loop continues."""
+    open_calls: set[int] = set()
+    work = handlers.work if isinstance(handlers, Working) else None
     while True:
-        message = peer.receive()
+        if work is not None and work.pending:
+            if (message := peer.received()) is None:
+                work.advance()
+                continue
+        else:
+            message = peer.receive()
         if message.kind is not Kind.CALL or message.verb is None:
             continue
-        _reply(peer, handlers, message)
+        _reply(peer, handlers, message, open_calls)
         if message.verb is Verb.CLOSE:
             return
         if message.verb is Verb.BUILD:
@@ -91,21 +136,40 @@ def serve(peer: Peer, handlers: Handlers) -> None:
             gc.freeze()
 
 
-def _reply(peer: Peer, handlers: Handlers, call: Message) -> None:
+def _reply(peer: Peer, handlers: Handlers, call: Message, open_calls: set[int]) -> None:
+    """Call the handler. `open_calls`: those whose reply is still to come."""
+
     def emit(body: Body, tensors: Tensors) -> None:
         peer.send(Message(Kind.PART, body, call.verb, call.call, tensors))
 
     started = time.monotonic()
     assert call.verb is not None
     activity.begin(call.verb, call.call, counted=call.verb not in UNCOUNTED_VERBS)
+    open_calls.add(call.call)
+
+    def end(future: Future[Reply]) -> None:
+        try:
+            body, tensors = future.result()
+            busy = (started, time.monotonic())
+            peer.send(Message(Kind.ANSWER, body, call.verb, call.call, tensors, busy))  # raises if it is no JSON
+        except Exception as error:  # every error is sent to the driver, which decides what to do
+            peer.send(error_message(error, call))
+        finally:
+            open_calls.discard(call.call)
+            if not open_calls:
+                activity.end()
+
+    future: Future[Reply] = Future()
     try:
-        body, tensors = _handler(handlers, call)(call, emit)
-        busy = (started, time.monotonic())
-        peer.send(Message(Kind.ANSWER, body, call.verb, call.call, tensors, busy))  # raises if it cannot be encoded
-    except Exception as error:  # every error is sent to the driver, which decides what to do
-        peer.send(error_message(error, call))
-    finally:
-        activity.end()
+        reply = _handler(handlers, call)(call, emit)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        if isinstance(reply, Future):
+            future = reply
+        else:
+            future.set_result(reply)
+    future.add_done_callback(end)
 
 
 def _handler(handlers: Handlers, call: Message) -> Handler:
@@ -117,7 +181,7 @@ def _handler(handlers: Handlers, call: Message) -> Handler:
     raise ChannelError(f"this role has no verb {call.verb}")
 
 
-def _nothing(call: Request[Nothing], emit: Emit) -> Reply:
+def _nothing(call: Request[Nothing], emit: Emit) -> Replied:
     return {}, {}
 
 

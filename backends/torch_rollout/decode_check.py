@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from backends.packed.layout import PackedLayout
 from backends.packed.packed_attention import use_layout
 from backends.packed.state_layers import LayerState, use_rows
+from backends.torch_rollout.kept_prefixes import KeptPrefix
 from backends.torch_rollout.kv_cache import KvCache, LayerShape, PromptLayout, split
 from backends.torch_rollout.runner import Forward, packed_positions, prefill, prompt_rows
 from backends.weights.tensor_bytes import wire_dtype
@@ -71,7 +72,8 @@ def cache_shapes(model: PreTrainedModel, device: torch.device) -> CacheShapes:
 
 @torch.inference_mode()
 def check_decoding(model: PreTrainedModel, forward: Forward, device: torch.device) -> None:
-    """Two short sequences, ragged: prompt at once and token by token, against the plain forward pass of each alone.
+    """Two short sequences, ragged: prompt at once and token by token, and as later turns of what the cache then holds,
+    against the plain forward pass of each alone.
 
     Raises ModelError: catches a state that is not kept, and positions or masks that a packed row breaks.
     """
@@ -80,7 +82,7 @@ def check_decoding(model: PreTrainedModel, forward: Forward, device: torch.devic
     sequences = [torch.randint(vocab, (length,), generator=generator) for length in (7, 9)]
     prompts = [3, 5]
     alone = [model(input_ids=s[None].to(device), use_cache=False).logits[0] for s in sequences]
-    expected = torch.cat([logits[start - 1 :] for logits, start in zip(alone, prompts, strict=True)])
+    expected = torch.cat([torch.cat([x[start - 1 :], x[-1:]]) for x, start in zip(alone, prompts, strict=True)])
     found = Comparison.of(expected, torch.cat(_by_cache(model, forward, device, sequences, prompts)), model.dtype)
     if not found.same:
         raise ModelError(
@@ -93,7 +95,8 @@ def check_decoding(model: PreTrainedModel, forward: Forward, device: torch.devic
 def _by_cache(
     model: PreTrainedModel, forward: Forward, device: torch.device, sequences: list[Tensor], prompts: list[int]
 ) -> list[Tensor]:
-    """Logits [length - prompt + 1, V] of each sequence from the last prompt token on."""
+    """Logits [length - prompt + 2, V] of each sequence from the last prompt token on; the last ones once more, by a
+    later turn where those keep a prefix."""
     ready = prefill([s[:n].numpy() for s, n in zip(sequences, prompts, strict=True)], forward, device)
     shapes = cache_shapes(model, device)
     cache = KvCache(shapes.attention, len(sequences), max(map(len, sequences)), device, model.dtype, shapes.states)
@@ -105,6 +108,12 @@ def _by_cache(
         cache.begin_step(positions.numpy(), positions.to(device), split(positions.numpy() + 1))
         with use_rows(cache.states):
             logits.append(forward(tokens, positions.to(device), cache))
+    last = logits[-1]
+    if forward.keeps_prefixes:
+        whole, held = [s.numpy() for s in sequences], prompts[::-1]
+        kept = [KeptPrefix(s[:n], cache.copy_of(slot, n)) for slot, (s, n) in enumerate(zip(whole, held, strict=True))]
+        last = prefill(whole, forward, device, kept)[0].block.logits
+    logits.append(last)
     return list(torch.stack(logits, 1))
 
 

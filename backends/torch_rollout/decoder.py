@@ -18,6 +18,7 @@ from backends import activity
 from backends.packed.state_layers import use_rows
 from backends.rollout.uniform import request_keys, uniform
 from backends.sample_requests import Completion, SampleRequest
+from backends.torch_rollout.kept_prefixes import KeptPrefix, KeptPrefixes
 from backends.torch_rollout.kv_cache import KvCache, Order, PromptBlock, ReadyPrompt
 from backends.torch_rollout.runner import Forward, prefill
 from backends.torch_rollout.sampler import sample
@@ -82,10 +83,17 @@ class Decoder:
     """Completes requests. Slots 0 … active-1 hold the sequences being decoded."""
 
     def __init__(
-        self, forward: Forward, cache: KvCache, stops: Set[int], prefill_tokens: int, counts: Counter[str]
+        self,
+        forward: Forward,
+        cache: KvCache,
+        stops: Set[int],
+        prefill_tokens: int,
+        counts: Counter[str],
+        kept: KeptPrefixes,
     ) -> None:
-        """`counts` gets steps and tokens."""
+        """`counts` gets steps and tokens. `kept`: prefixes of earlier turns, which gets those of later ones."""
         self.forward, self.cache, self.prefill_tokens, self.counts = forward, cache, prefill_tokens, counts
+        self.kept = kept
         self.stops = np.array(sorted(stops), dtype=np.int64)
         self.queue: deque[QueuedRequest] = deque()
         self.ready: dict[tuple[int, int], ReadyPrompt] = {}
@@ -133,6 +141,7 @@ class Decoder:
                     break
                 self._prefill_next()
             members.append(self.queue.popleft())
+        self.kept.forget([member.request.id for member in members])  # of one that shares another's prompt
         waiting = {self.queue[0].prefix} if self.queue else set()
         start, logits = self.active, []
         for block, run in _runs([self.ready[member.prefix] for member in members]):
@@ -148,19 +157,23 @@ class Decoder:
 
     def _prefill_next(self) -> None:
         """The next prompts of the queue, as many as there are slots for (at least PREFILL_AHEAD), within the budget."""
-        prefixes: dict[tuple[int, int], NDArray[np.int64]] = {}
+        chosen: dict[tuple[int, int], SampleRequest] = {}
         tokens, free = 0, self.cache.slots - self.active
         for place, waiting in enumerate(self.queue):
-            if waiting.prefix in prefixes:
+            if waiting.prefix in chosen:
                 continue
-            prompt = waiting.request.tokens.astype(np.int64)
-            enough = place >= free and len(prefixes) >= PREFILL_AHEAD
-            if prefixes and (enough or tokens + len(prompt) > self.prefill_tokens):
+            prompt = waiting.request.tokens
+            enough = place >= free and len(chosen) >= PREFILL_AHEAD
+            if chosen and (enough or tokens + len(prompt) > self.prefill_tokens):
                 break
-            prefixes[waiting.prefix] = prompt
+            chosen[waiting.prefix] = waiting.request
             tokens += len(prompt)
-        self.counts["prefilled_tokens"] += tokens
-        self.ready.update(zip(prefixes, prefill(list(prefixes.values()), self.forward, self.cache.device), strict=True))
+        kept = [self.kept.take(request) for request in chosen.values()]
+        reused = sum(len(prefix.tokens) for prefix in kept if prefix is not None)
+        self.counts["prefilled_tokens"] += tokens - reused
+        self.counts["reused_tokens"] += reused
+        prompts = [request.tokens for request in chosen.values()]
+        self.ready.update(zip(chosen, prefill(prompts, self.forward, self.cache.device, kept), strict=True))
 
     def _way(self, sampling: Sampling) -> int:
         """Return the number of a way to sample."""
@@ -237,8 +250,11 @@ class Decoder:
         counts = self.rows.written_N[rows].tolist()
         token_BT, logprob_BT = self.rows.token_N[rows, : max(counts)], self.rows.logprob_N[rows, : max(counts)]
         for index, (row, count, by_itself) in enumerate(zip(rows.tolist(), counts, stopped.tolist(), strict=True)):
-            tokens, logprobs = token_BT[index, :count], logprob_BT[index, :count]
-            self.done.append(Completion(self.rows.requests[row].id, tokens, logprobs, by_itself))
+            tokens, logprobs, request = token_BT[index, :count], logprob_BT[index, :count], self.rows.requests[row]
+            self.done.append(Completion(request.id, tokens, logprobs, by_itself))
+            if request.keep and self.forward.keeps_prefixes:
+                seen = np.concatenate([request.tokens, tokens[:-1]])  # the last one never went in
+                self.kept.put(request.id, KeptPrefix(seen, self.cache.copy_of(int(slots[index]), len(seen))))
         self._close(slots.tolist())
 
     def _close(self, closed: Sequence[int]) -> None:

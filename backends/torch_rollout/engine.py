@@ -32,6 +32,7 @@ from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.decode_check import cache_shapes, check_decoding
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
+from backends.torch_rollout.kept_prefixes import KeptPrefixes
 from backends.torch_rollout.kv_cache import KvCache
 from backends.torch_rollout.runner import Forward, packed_positions
 from backends.torch_rollout.shared_weights import SharedWeights, can_share, own_memory
@@ -63,6 +64,7 @@ class TorchRolloutEngine(SyncedSampler):
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
         self._decoder: Decoder | None = None  # of the open requests
+        self._kept = KeptPrefixes(self.table.max_sequences * config.model.max_sequence_tokens)
         self._dropped = False  # slept at level 2: weights have no memory
         self._lends = can_share(self.device)
         self._shared: SharedWeights | None = None  # their shared memory, once the actor writes there
@@ -139,6 +141,7 @@ class TorchRolloutEngine(SyncedSampler):
     def _adopt(self) -> None:
         self.model.tie_weights()
         self._cache = self._decoder = None  # the cache belongs to the old weights
+        self._kept.clear()
         if self._forward is None:
             self._forward = choose_forward(self.model, self.device, self.config.model.max_sequence_tokens)
             check_decoding(self.model, self._forward, self.device)
@@ -150,7 +153,8 @@ class TorchRolloutEngine(SyncedSampler):
         slots = min(self.table.max_sequences, len(self._open))
         if self._decoder is None or len(self._open) == len(requests):  # nothing else is open
             cache = self._cache_for(slots)
-            self._decoder = Decoder(self._forward, cache, self.stops, self.table.prefill_tokens, self.counts)
+            table, counts = self.table, self.counts
+            self._decoder = Decoder(self._forward, cache, self.stops, table.prefill_tokens, counts, self._kept)
         elif slots > self._decoder.cache.slots:
             # Twice as many: those that come one by one would copy the cache each time.
             self._decoder.cache.grow(min(self.table.max_sequences, max(slots, 2 * self._decoder.cache.slots)))
@@ -163,11 +167,15 @@ class TorchRolloutEngine(SyncedSampler):
 
     @torch.inference_mode()
     def _drop(self, ids: Collection[int]) -> None:
+        self._kept.forget(ids)
         if self._open:
             assert self._decoder is not None, "requests were added"
             self._decoder.drop(ids)
         else:
             self._decoder = None
+
+    def forget(self, ids: Collection[int]) -> None:
+        self._kept.forget(ids)
 
     @torch.inference_mode()
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
@@ -208,6 +216,7 @@ class TorchRolloutEngine(SyncedSampler):
 
     def _fall_asleep(self, level: int) -> None:
         self._cache = self._decoder = None
+        self._kept.clear()
         if level == 2:
             self._drop_weights()
         elif WEIGHTS in self._awake and self.device.type != "cpu":
@@ -246,6 +255,7 @@ class TorchRolloutEngine(SyncedSampler):
 
     def close(self) -> None:
         self._cache = self._decoder = None
+        self._kept.clear()
         self._drop_weights()
         self._forward = None
         _give_back_memory(self.device)

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 
 from backends.packed.packed_attention import Layout, Reach
 from backends.torch_rollout.decode_check import compare_forwards
-from backends.torch_rollout.runner import Forward, GenericForward
+from backends.torch_rollout.runner import ROPE_BY_LENGTH, Forward, GenericForward
 
 _ACTIVATIONS = {"silu": F.silu, "swish": F.silu}
-_ROPE_BY_LENGTH = {"dynamic", "longrope"}  # their frequencies change with the longest sequence: no table
 LEAST_TABLE = 4096  # positions of the rotary table: what is scored may be longer than what is sampled
 _MODELS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -46,7 +45,7 @@ def choose_forward(model: PreTrainedModel, device: torch.device, max_len: int) -
 def _fits(model: PreTrainedModel) -> bool:
     if type(model).__name__ not in _MODELS or model.config.hidden_act not in _ACTIVATIONS:
         return False
-    if getattr(model.model.rotary_emb, "rope_type", "dynamic") in _ROPE_BY_LENGTH:
+    if getattr(model.model.rotary_emb, "rope_type", "dynamic") in ROPE_BY_LENGTH:  # no table
         return False
     return all(layer.mlp.down_proj.bias is None for layer in model.model.layers)
 
@@ -98,7 +97,7 @@ class FusedForward:
     def __init__(self, model: PreTrainedModel, device: torch.device, max_len: int) -> None:
         self.model = model
         self.layers = list(model.model.layers)
-        self.num_layers, self.carries_state = len(self.layers), False
+        self.num_layers, self.carries_state, self.keeps_prefixes = len(self.layers), False, True
         self.eps = float(model.config.rms_norm_eps)
         # Mistral reads it from the config, the Qwens from the layer, Llama has none.
         everywhere = model.config.sliding_window if type(model).__name__ == "MistralForCausalLM" else None

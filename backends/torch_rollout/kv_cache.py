@@ -21,6 +21,8 @@ from backends.packed.packed_attention import Reach, Scored, additive_mask
 from backends.packed.state_layers import LayerState
 from backends.torch_rollout.slot_states import SlotStates
 
+LayerTensors = dict[int, tuple[Tensor, Tensor]]  # by layer, of keys and of values
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -39,7 +41,7 @@ class PromptLayout(PackedLayout):
 
     def __init__(self, lengths: list[int], device: torch.device, layers: int) -> None:
         super().__init__(lengths, device)
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kept: LayerTensors = {}
         self._layers = layers
         self._free: list[Tensor] = []
 
@@ -54,7 +56,7 @@ class PromptLayout(PackedLayout):
         reach: Reach,
         function: Scored | None = None,
     ) -> Tensor:
-        self.kept[_layer(module)] = (self._copy(key[0].transpose(0, 1)), self._copy(value[0].transpose(0, 1)))
+        self.kept[layer_of(module)] = (self._copy(key[0].transpose(0, 1)), self._copy(value[0].transpose(0, 1)))
         return super().attend(module, query, key, value, scaling=scaling, reach=reach, function=function)
 
     def _copy(self, packed: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class PromptBlock:
     Lives as long as one of its prompts still has completions waiting for a slot.
     """
 
-    kept: dict[int, tuple[Tensor, Tensor]]  # layer → [T, KV, D] twice
+    kept: LayerTensors  # layer → [T, KV, D] twice
     states: dict[int, LayerState]  # layer → its state after each, where it has one
     logits: Tensor  # [prompts, V]
 
@@ -147,7 +149,7 @@ class KvCache:
         reach: Reach,
         function: Scored | None = None,
     ) -> Tensor:
-        layer = _layer(module)
+        layer = layer_of(module)
         keys, values = self.keys[layer], self.values[layer]
         heads, n = keys.shape[1], query.shape[2]
         slots = self._slots[:n]
@@ -196,6 +198,14 @@ class KvCache:
         if self.states is not None:
             numbers = torch.tensor([prompt.number for prompt in prompts], device=self.device)
             self.states.fill(start, numbers, block.states)
+
+    def copy_of(self, slot: int, length: int) -> LayerTensors:
+        """Return the first `length` positions of a slot, compact: layer → [length, KV, D] twice."""
+
+        def copied(cache: Tensor) -> Tensor:
+            return cache[slot, :, :length].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+        return {layer: (copied(keys), copied(self.values[layer])) for layer, keys in self.keys.items()}
 
     def grow(self, slots: int) -> None:
         """Add free slots behind those that are there."""
@@ -252,7 +262,7 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
     return out
 
 
-def _layer(module: nn.Module) -> int:
+def layer_of(module: nn.Module) -> int:
     layer = module.layer_idx
     assert isinstance(layer, int)
     return layer

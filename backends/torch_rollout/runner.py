@@ -14,8 +14,11 @@ from transformers import PreTrainedModel
 
 from backends.packed.packed_attention import Layout, use_layout
 from backends.packed.state_layers import PromptPlan, has_state_layers, use_rows
+from backends.torch_rollout.kept_prefixes import ContinuedLayout, KeptPrefix
 from backends.torch_rollout.kv_cache import PromptBlock, PromptLayout, ReadyPrompt
 from specs.errors import ModelError
+
+ROPE_BY_LENGTH = {"dynamic", "longrope"}  # their frequencies change with the longest sequence
 
 
 class Forward(Protocol):
@@ -23,6 +26,7 @@ class Forward(Protocol):
 
     num_layers: int
     carries_state: bool  # whether some of its layers do
+    keeps_prefixes: bool  # whether a prefix's keys and values are all that later tokens need of it
 
     def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor: ...
 
@@ -40,6 +44,9 @@ class GenericForward:
         self.model = model
         self.num_layers = model.config.get_text_config().num_hidden_layers
         self.carries_state = has_state_layers(model)
+        ropes = [str(getattr(module, "rope_type", "")) for module in model.modules()]
+        by_length = any(kind in rope for rope in ropes for kind in ROPE_BY_LENGTH)
+        self.keeps_prefixes = not self.carries_state and not by_length
         names = inspect.signature(model.forward).parameters
         if "position_ids" not in names:
             raise ModelError(
@@ -67,9 +74,10 @@ class GenericForward:
         pass
 
 
-def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
-    """position_T of sequences that lie one after another: each starts at 0."""
-    return torch.cat([torch.arange(length, device=device) for length in lengths])
+def packed_positions(lengths: list[int], device: torch.device, starts: Sequence[int] = ()) -> Tensor:
+    """position_T of sequences that lie one after another: each starts at 0, or at its own of `starts`."""
+    each = zip(starts or [0] * len(lengths), lengths, strict=True)
+    return torch.cat([torch.arange(start, start + length, device=device) for start, length in each])
 
 
 def prompt_rows(lengths: list[int], device: torch.device) -> PromptPlan:
@@ -77,18 +85,30 @@ def prompt_rows(lengths: list[int], device: torch.device) -> PromptPlan:
     return PromptPlan(lengths, lambda array: torch.from_numpy(array).to(device))
 
 
-def prefill(prompts: Sequence[NDArray[np.int64]], forward: Forward, device: torch.device) -> list[ReadyPrompt]:
-    """Run distinct prompts as one packed row, each once, whatever the number of its completions."""
-    lengths = [len(prompt) for prompt in prompts]
-    ends = np.cumsum(lengths)
-    layout = PromptLayout(lengths, device, forward.num_layers)
-    tokens_T = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
-    last = torch.from_numpy(ends - 1).to(device)
+def prefill(
+    prompts: Sequence[NDArray[np.int64]],
+    forward: Forward,
+    device: torch.device,
+    prefixes: Sequence[KeptPrefix | None] = (),
+) -> list[ReadyPrompt]:
+    """Run distinct prompts as one packed row, each once, whatever the number of its completions. `prefixes`: what is
+    kept of the beginning of each, which is not computed again."""
+    wholes = [len(prompt) for prompt in prompts]
+    kept = [0 if prefix is None else len(prefix.tokens) for prefix in prefixes] or [0] * len(prompts)
+    lengths = [whole - start for whole, start in zip(wholes, kept, strict=True)]
+    layout: ContinuedLayout | PromptLayout
+    if any(kept):
+        layout = ContinuedLayout(prefixes, lengths, device)
+    else:
+        layout = PromptLayout(lengths, device, forward.num_layers)
+    new = [prompt[start:] for prompt, start in zip(prompts, kept, strict=True)]
+    tokens_T = torch.from_numpy(np.concatenate(new).astype(np.int64)).to(device)
+    last = torch.from_numpy(np.cumsum(lengths) - 1).to(device)
     rows = prompt_rows(lengths, device) if forward.carries_state else None
     with use_rows(rows):
-        logits = forward(tokens_T, packed_positions(lengths, device), layout, last)
+        logits = forward(tokens_T, packed_positions(lengths, device, kept), layout, last)
     block = PromptBlock(layout.kept, rows.ended if rows else {}, logits)
     return [
-        ReadyPrompt(block, number, int(end) - length, length)
-        for number, (end, length) in enumerate(zip(ends, lengths, strict=True))
+        ReadyPrompt(block, number, int(end) - whole, whole)
+        for number, (end, whole) in enumerate(zip(np.cumsum(wholes), wholes, strict=True))
     ]

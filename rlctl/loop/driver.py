@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlctl.loop import finite_check
 from rlctl.loop.clock import Clock
+from rlctl.loop.episodes import EpisodeGeneration
 from rlctl.loop.residency import Residency
 from rlctl.loop.sampling import Sampler
 from rlctl.loop.scores.term_scores import ScoreModel
@@ -173,7 +174,9 @@ class Driver(ABC):
                 self.residency.enter("score", step=step)
 
             model = ScoreModel(group, number, begin, partial(self._shares, group=group, whole=True))
-        return Sampler(spec, groups["data"], groups["rollout"], groups["reward"], self.clock, sync, model, grading)
+        generation = EpisodeGeneration if spec.environments else None
+        roles = groups["data"], groups["rollout"], groups["reward"]
+        return Sampler(spec, *roles, self.clock, sync, model, grading, generation)
 
     # ── columns ───────────────────────────────────────────────────────────────────────────────────
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import first_valid
 from rlctl.loop.scores.graders import HOME, Graders, Grading
-from rlctl.loop.scores.term_scores import TermScores, add_up, of_judges
+from rlctl.loop.scores.term_scores import TermScores, add_up, of_environments, of_judges
 from rlctl.processes.calls import RanksFailed
 from specs.schema.metric import Metric, metrics
 from specs.schema.recipes import SamplingSpec
@@ -79,13 +80,15 @@ class Sampler:
         sync: SteadySync,
         score_model: ScoreModel | None = None,
         grading: SteadyGrading | None = None,
+        generation: type[Generation] | None = None,
     ) -> None:
         """`clock` measures the grading beyond the sampling. `sync` restores failed replicas, and gives the rollout its
         weights where a reward model has taken their place on the device. `grading` restores failed graders; None:
-        nothing does."""
-        self.score_model = score_model
+        nothing does. `generation`: how a batch is sampled, where a completion is not all of a rollout."""
+        self.score_model, self._generation = score_model, generation or Generation
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.graders = Graders(reward)
+        self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start
         self.judged = any(term.graded_by == "judge" for term in spec.reward_terms)
         self.clock, self.sync, self.grading = clock, sync, grading
 
@@ -116,7 +119,7 @@ class Sampler:
         on_arrival: OnArrival = lambda arrived, total: None,
     ) -> Generation:
         """Send the prompts out and return at once."""
-        generation = Generation(self, prompts, sampling, step, what, show, on_arrival)
+        generation = self._generation(self, prompts, sampling, step, what, show, on_arrival)
         generation.start()
         return generation
 
@@ -161,27 +164,28 @@ class Generation:
     def start(self) -> None:
         """Send the prompts out."""
         self.sent_at = time.perf_counter()
-        self._call = self._send(self.prompts.batch)
+        self._send(self.prompts.batch)
 
     def extend(self, more: PromptBatch) -> None:
         """Send out further prompts, whose samples belong to the same batch. Everything before them is here."""
         self._sampler.sync.resend_if_asleep(self.step)
         self.prompts = PromptBatch.concat(self.prompts, more)
-        self._call = self._send(more.batch)
+        self._send(more.batch)
 
-    def _send(self, prompts: Batch) -> Call:
+    def _send(self, prompts: Batch) -> None:
         rollout = self._sampler.rollout
-        return rollout.post(
+        self._call = rollout.post(
             Verb.GENERATE,
             bodies.Generate(sampling=self._sampling),
             tensors=[prompts.select(shard).columns for shard in group_shards(prompts["group_B"], rollout.size)],
             step=self.step,
-            on_part=self._take,
+            on_part=lambda message: self._grade(message.batch),
+            alone=self._sampler.spec.rollout.in_order,
         )
 
-    def _take(self, message: Message) -> None:
-        """Have completions that have just come in graded."""
-        batch, sampler = message.batch, self._sampler
+    def _grade(self, batch: Batch, episodes: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
+        """Have completions that have just come in graded. `episodes`: what they come from, by rollout."""
+        sampler = self._sampler
         rows, columns = self.prompts.rows_of(batch), batch.only(COLUMNS[Verb.SCORE].needs).columns
 
         def post(verb: Verb, body: bodies.Body) -> Call:
@@ -189,11 +193,11 @@ class Generation:
 
         shown = len(batch) if self._what == "eval" else 0 if self._parts else self._show
         judging = post(Verb.JUDGE, bodies.SendToJudges(what=self._what, rows=rows)) if sampler.judged else None
-        request = bodies.Score(what=self._what, samples=shown, rows=rows)
+        request = bodies.Score(what=self._what, samples=shown, rows=rows, episodes=dict(episodes))
         grading = sampler.graders.grade(request, columns, self.step)
         rendering = post(Verb.RENDER, bodies.Render(what=self._what, rows=rows)) if sampler.score_model else None
         self._parts.append(SampledPart(batch, grading, judging, rendering))
-        arrived, of_all = sum(len(part.batch) for part in self._parts), len(self.prompts.batch)
+        arrived, of_all = self._answered(), len(self.prompts.batch)
         if arrived == of_all:
             self.written_at = time.perf_counter()
         self._on_arrival(arrived, of_all)
@@ -208,9 +212,13 @@ class Generation:
             left = self._unanswered()
             if len(left):
                 self._sampler.sync.restore(self.step)
-                self._call = self._send(left)
+                self._send(left)
                 self.wait()
         assert not len(self._unanswered()), "prompts went out, and no completion came back"
+
+    def _answered(self) -> int:
+        """Return how many prompts are completed: a rollout may leave several samples."""
+        return sum(len(np.unique(part.batch["rollout_B"])) for part in self._parts)
 
     def _unanswered(self) -> Batch:
         prompts = self.prompts.batch
@@ -243,6 +251,9 @@ class Generation:
             rendered = [part.rendering.result()[0] for part in new if part.rendering]
             model.begin(self.step)
             self._scores["model"].append(model.score(rendered, id_B, self.step))
+        if "stop_B" in new[0].batch:
+            number = self._sampler.spec.environment_term
+            self._scores["environments"] += [of_environments(part.batch, number) for part in new]
         if self._sampler.judged:
             sent = [part.judging.result()[0] for part in new if part.judging]
             lost = id_B[~np.concatenate([part.scored_B for part in at_once])].tolist()

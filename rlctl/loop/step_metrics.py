@@ -15,6 +15,7 @@ import numpy as np
 
 from rlctl.loop.rollouts import GradedGroups, Rollouts
 from specs.schema.algorithms.algorithm import UNIT_REDUCTIONS, AnyLoss, Loss, LossMetric
+from specs.schema.environment import STOP_REASONS, UNSCORED
 from specs.schema.metric import Metric, metrics
 from specs.schema.roles import RoleName
 from specs.wire.bodies import Stepped
@@ -123,9 +124,28 @@ def collect(
         "rollout/finished": float(rollouts.all(batch["finished_B"] != 0).mean()),
         "rollout/repeated": _repeated(batch),
         "rollout/tokens": int(tokens_R.sum()),
+        **episode_metrics(batch),
         **(synced.metrics() if synced else {}),
         **times,
         "perf/tokens_per_s": batch.num_tokens / times["time/step_s"],
+    }
+
+
+def episode_metrics(batch: Batch) -> dict[str, float]:
+    """Return what is counted of episodes, each once; nothing of samples without an environment."""
+    if "stop_B" not in batch:
+        return {}
+    first_R = Rollouts.of(batch["rollout_B"]).first_R
+    stop_R = batch["stop_B"][first_R]
+    shares = np.bincount(stop_R, minlength=len(STOP_REASONS)) / len(first_R)
+    return {
+        "episode/turns_mean": float(batch["turns_B"][first_R].mean()),
+        "episode/tool_calls_mean": float(batch["tool_calls_B"][first_R].mean()),
+        "episode/tool_errors": int(batch["tool_errors_B"][first_R].sum()),
+        "episode/parse_errors": int(batch["parse_errors_B"][first_R].sum()),
+        "episode/lost": int(np.isin(stop_R, UNSCORED).sum()),
+        **{f"episode/stop_{reason}": float(share) for reason, share in zip(STOP_REASONS, shares, strict=True)},
+        "time/environment_s": float(batch["environment_s_B"][first_R].sum()),
     }
 
 

@@ -36,8 +36,10 @@ class Call:
         tick: Callable[[], None],
         on_part: Callable[[Message], None] | None = None,
         on_done: Callable[[Call], None] | None = None,
+        alone: bool = True,
     ) -> None:
-        self.on_done = on_done
+        """`alone`: its ranks serve nothing else meanwhile."""
+        self.on_done, self.alone = on_done, alone
         self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
         self.frames = frames  # as `ranks`; let go of once sent
         self.ranks = tuple(ranks)

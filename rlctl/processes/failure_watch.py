@@ -191,7 +191,7 @@ class FailureWatch:
         return restartable if restartable and stall.is_circle else stall.culprits
 
     def _flying(self) -> list[tuple[Group, Call]]:
-        return [(group, call) for group in self._groups.values() for call in group.line if call.sent]
+        return [(group, call) for group in self._groups.values() for call in group.in_flight]
 
     def waiting(self) -> dict[Place, Waiting]:
         """Return the ranks with a pending reply."""

@@ -1,8 +1,12 @@
-"""Keep what is in flight: the ranks of a role as the driver calls them, and the calls that they have not answered."""
+"""Keep what is in flight: the ranks of a role as the driver calls them, and the calls that they have not answered.
+
+A rank serves one verb at a time, but any number of the concurrent ones. Calls are sent in the order in which they were
+posted, as far as their ranks are free: none overtakes another on the same rank.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
@@ -11,7 +15,7 @@ from rlctl.processes.calls import Blobs, Bodies, Call, frames_by_rank
 from rlctl.processes.channel import Hub
 from rlctl.processes.rank_states import RankStates
 from rlctl.processes.stall_watch import StallWatch
-from specs.wire.messages import Message, Verb
+from specs.wire.messages import CONCURRENT_VERBS, Message, Verb
 
 
 class Terms(TypedDict, total=False):
@@ -36,11 +40,14 @@ class Channel:
 
 
 class Group:
-    """All ranks of one role. A rank serves one verb at a time; further ones wait in line."""
+    """All ranks of one role, and their calls: those in line, and those in flight."""
 
     def __init__(self, role: str, size: int, channel: Channel) -> None:
         self.role, self.processes = role, size  # as many as the spec names
-        self.line: deque[Call] = deque()  # in the order in which they were posted, also those in flight
+        self._line: deque[Call] = deque()
+        self._flying: dict[int, Call] = {}  # by number
+        self._alone: set[int] = set()  # ranks that serve a verb that is not concurrent
+        self._shared: Counter[int] = Counter()  # calls of concurrent verbs that a rank serves
         self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
         self._channel = channel
         self._number = 0
@@ -63,7 +70,7 @@ class Group:
 
     @property
     def in_flight(self) -> list[Call]:
-        return [call for call in self.line if call.sent]
+        return list(self._flying.values())
 
     def call(self, verb: Verb, body: Bodies = None, tensors: Blobs = None, **terms: Unpack[Terms]) -> list[Message]:
         """Call every rank and wait; return answers by rank. A single body or tensors go to all, a list one to each.
@@ -83,8 +90,10 @@ class Group:
         ranks: Sequence[int] | None = None,
         on_part: Callable[[Message], None] | None = None,
         on_done: Callable[[Call], None] | None = None,
+        alone: bool = False,
     ) -> Call:
-        """Call without waiting. The deadline counts from when the verb is sent, not from when it got in line.
+        """Call without waiting. The deadline counts from when the verb is sent, not from when it got in line. `alone`:
+        beside no other call of a rank, though the verb is a concurrent one.
 
         `on_part` gets each PART as it arrives, while the driver waits for whichever role. `on_done` gets the call when
         every rank has answered, or will not. Both may post, but not wait.
@@ -93,8 +102,9 @@ class Group:
         ranks = self.here if ranks is None else ranks
         frames = frames_by_rank(verb, self._number, len(ranks), body, tensors)
         timeout_s = timeout_s or self._channel.verb_timeout_s
-        call = Call(verb, self._number, frames, step, timeout_s, ranks, self._channel.tick, on_part, on_done)
-        self.line.append(call)
+        alone = alone or verb not in CONCURRENT_VERBS
+        call = Call(verb, self._number, frames, step, timeout_s, ranks, self._channel.tick, on_part, on_done, alone)
+        self._line.append(call)
         self._send_next()
         return call
 
@@ -104,7 +114,7 @@ class Group:
 
     def settle(self, ranks: Callable[[], Sequence[int]] | None = None) -> None:
         """Wait until no verb is in flight or in line, or none for any of these `ranks`."""
-        while any(ranks is None or not set(ranks()).isdisjoint(call.ranks) for call in self.line):
+        while any(ranks is None or not set(ranks()).isdisjoint(call.ranks) for call in (*self.in_flight, *self._line)):
             self._channel.tick()
 
     def receive(self, rank: int, message: Message) -> None:
@@ -119,10 +129,7 @@ class Group:
 
     def sent(self, number: int) -> Call | None:
         """Return the call of this number, if it is in flight."""
-        for call in self.line:  # no generator: hundreds of answers come here
-            if call.number == number:
-                return call if call.sent else None
-        return None
+        return self._flying.get(number)
 
     def fail(self, rank: int, number: int | None = None) -> None:
         """Expect no answer from a rank to the call in flight (only if it has this number)."""
@@ -134,15 +141,25 @@ class Group:
 
     def drop(self, call: Call) -> None:
         """End a call in flight."""
-        self.line.remove(call)
+        del self._flying[call.number]
+        if call.alone:
+            self._alone.difference_update(call.ranks)
+        else:
+            self._shared.subtract(call.ranks)
         if call.on_done is not None and call.done:
             call.on_done(call)
         self._send_next()
 
     def _send_next(self) -> None:
-        """Send what is in line to ranks that serve nothing that was posted before it."""
+        """Send what is in line to ranks that are free for it."""
         states, hub = self._channel.states, self._channel.hub
         while (call := self._next()) is not None:
+            self._line.remove(call)
+            self._flying[call.number] = call
+            if call.alone:
+                self._alone.update(call.ranks)
+            else:
+                self._shared.update(call.ranks)
             absent = states.unreachable(self.role)
             self._channel.watch.moved()
             for rank, frames in zip(call.ranks, call.start(), strict=True):
@@ -154,9 +171,11 @@ class Group:
                 self.drop(call)
 
     def _next(self) -> Call | None:
+        """Return the first call in line whose ranks are free for it and not waited for by one before it."""
         taken: set[int] = set()
-        for call in self.line:
-            if not call.sent and taken.isdisjoint(call.ranks):
+        for call in self._line:
+            busy = any(rank in self._alone or (call.alone and self._shared[rank] > 0) for rank in call.ranks)
+            if not busy and taken.isdisjoint(call.ranks):
                 return call
             taken.update(call.ranks)
             if len(taken) >= self.processes:

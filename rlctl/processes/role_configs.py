@@ -48,8 +48,17 @@ def _reward(spec: SamplingSpec, paths: Mapping[RoleName, str], spec_dir: Path, r
         max_response_tokens=spec.max_response_tokens,
         run_dir=str(run_dir),
         score_text=_score_text(spec, paths),
-        sources=read_sources([term.model_dump() for term in spec.reward_terms], str(spec_dir)),
+        environments=spec.environments,
+        environment_column=getattr(spec.data_section, "environment_column", ""),
+        seed=spec.run.seed,
+        sources=read_sources(own_code(spec), str(spec_dir)),
     )
+
+
+def own_code(spec: SamplingSpec) -> list[dict[str, Any]]:
+    """Return tables whose `path` names code of the user's that the reward role runs."""
+    environments = [{"path": file} for environment in spec.environments for file in environment.files]
+    return [*(term.model_dump() for term in spec.reward_terms), *environments]
 
 
 def _rollout(spec: SamplingSpec, path: str) -> RolloutConfig:

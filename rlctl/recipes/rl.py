@@ -23,6 +23,7 @@ from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.scores.signal_watch import SignalWatch
 from rlctl.loop.step_metrics import Updates
 from rlctl.loop.sync import SyncReport
+from rlctl.loop.turn_credit import by_turn
 from specs.errors import NotFiniteError
 from specs.schema.algorithms.algorithm import AnyLoss, placed
 from specs.schema.metric import Metric
@@ -158,7 +159,10 @@ class Rl(Driver):
 
     def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
         table, penalty_T = placed(self.spec.algorithm.advantage, self.spec_dir), self.kl.penalty_T(batch)
-        return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B, penalty_T))
+        score_B = scored.reward_B
+        if (weight := self.spec.turn_weight) is not None:
+            score_B, penalty_T = by_turn(batch, score_B, weight, penalty_T)
+        return batch.with_columns(**advantages.columns(table, batch, score_B, scored.scored_B, penalty_T))
 
     def update(self, batch: Batch, step: int) -> Updates:
         """All optimizer steps of this step; returns what each rank of each role that learned reports of each. Raises
@@ -169,7 +173,7 @@ class Rl(Driver):
         empty = 0
         if "old_logprob_T" in batch:
             self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), step)
-        if algorithm.mask_truncated:
+        if self.spec.masks_truncated:
             batch = without_truncated(batch)
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, step, epoch)
@@ -215,7 +219,7 @@ class Rl(Driver):
         return bodies.Scale(
             num_loss_tokens=int(tokens_B.sum()),
             num_sequences=int((tokens_B > 0).sum()),
-            max_response_tokens=self.spec.data.max_response_tokens,
+            max_response_tokens=self.spec.max_sequence_tokens - self.spec.max_prompt_tokens,
         )
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────

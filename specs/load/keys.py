@@ -27,7 +27,7 @@ def tables_of(annotation: Any) -> tuple[type[Table], ...]:
     """Return the tables that may stand where `annotation` is, in unions, lists and `Annotated`."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return (annotation,)
-    return tuple(table for part in get_args(annotation) for table in tables_of(part))
+    return tuple(dict.fromkeys(table for part in get_args(annotation) for table in tables_of(part)))
 
 
 def is_list(annotation: Any) -> bool:

@@ -13,6 +13,7 @@ from specs.errors import Problem
 from specs.rules.algorithm_rules import algorithm_problems, algorithm_warnings
 from specs.rules.attention_rules import shadowed_attention
 from specs.rules.data_rules import data_problems
+from specs.rules.environment_rules import environment_problems
 from specs.rules.evaluation_rules import eval_problems
 from specs.rules.learning_rules import learning_problems, learning_warnings
 from specs.rules.node_rules import node_problems
@@ -31,6 +32,7 @@ Rule = Callable[[Any], Iterator[Problem]]
 RULES: tuple[tuple[type[Spec], Rule], ...] = (
     (Spec, learning_problems),
     (RlSpec, data_problems),
+    (RlSpec, environment_problems),
     (RowsSpec, rows_problems),
     (TextSpec, generate_problems),
     (SamplingSpec, reward_problems),

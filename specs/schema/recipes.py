@@ -12,9 +12,10 @@ from pydantic import Field
 
 from specs.schema.algorithms.algorithm import Anchor, AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
+from specs.schema.environment import EnvironmentSection, EnvironmentTables
 from specs.schema.eval_sets import EvalSection, Evaluation, GenerateSection, PromptSets
 from specs.schema.objectives import BradleyTerry, Nll, Objective, PreferenceObjective, RowsObjective
-from specs.schema.rewards import RewardTerm
+from specs.schema.rewards import EnvironmentReward, RewardTerm
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.rows import RowsEval, RowsSection, TextEval
@@ -82,8 +83,19 @@ class SamplingSpec(Spec):
         """Whether a term is the score of a model. That there is a section for it is a rule."""
         return self.reward_model is not None and any(term.graded_by == "model" for term in self.reward_terms)
 
+    @property
+    def environments(self) -> tuple[EnvironmentSection, ...]:
+        """What replies to completions; none: a completion is all that there is to a rollout."""
+        return ()
+
+    @property
+    def environment_term(self) -> int | None:
+        """Number of the reward's term that is what environments give."""
+        terms = enumerate(self.reward_terms)
+        return next((number for number, term in terms if term.graded_by == "environment"), None)
+
     def longest_tokens(self, role: RoleName) -> int:
-        if role == ROLLOUT:
+        if role == ROLLOUT and not self.environments:
             return self.max_prompt_tokens + self.max_response_tokens
         return super().longest_tokens(role)
 
@@ -96,8 +108,9 @@ class RlSpec(SamplingSpec):
     """Reinforcement learning: sample completions of prompts, grade them, learn."""
 
     data: DataSection
-    reward: RewardSection
+    reward: RewardSection = RewardSection(terms=(EnvironmentReward(kind="environment"),))
     algorithm: AlgorithmTable
+    environment: EnvironmentTables | None = None
     ref: RefSection | None = None
     critic: CriticSection | None = None
     eval: EvalSection | None = None
@@ -108,7 +121,25 @@ class RlSpec(SamplingSpec):
 
     @property
     def max_sequence_tokens(self) -> int:
-        return self.data.max_prompt_tokens + self.data.max_response_tokens
+        single_turn = self.data.max_prompt_tokens + self.data.max_response_tokens
+        return max((one.max_episode_tokens for one in self.environments), default=single_turn)
+
+    @property
+    def environments(self) -> tuple[EnvironmentSection, ...]:
+        given = self.environment
+        return () if given is None else given if isinstance(given, tuple) else (given,)
+
+    @property
+    def turn_weight(self) -> float | None:
+        """Weight of what environments give, where turns are credited with it; None: whole episodes are."""
+        number = self.environment_term
+        by_turn = any(one.credit == "turn" for one in self.environments) and number is not None
+        return self.reward.terms[number or 0].weight if by_turn else None
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Whether samples that a limit ended are left out of the loss."""
+        return self.algorithm.mask_truncated or any(not one.learn_truncated for one in self.environments)
 
     @property
     def generates(self) -> bool:

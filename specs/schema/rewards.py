@@ -14,13 +14,13 @@ from specs.templates import template_columns
 MAX_SCORE = 1e18  # of a term and of the weighted sum: squares of it, and sums over a batch, are finite in float32
 
 
-GradedBy = Literal["processes", "judge", "model"]
+GradedBy = Literal["processes", "judge", "model", "environment"]
 
 
 class RewardTerm(Table):
     """Keys that all reward terms share."""
 
-    # What gives its scores: the isolated processes, requests to a judge, or the reward model.
+    # What gives its scores: the isolated processes, requests to a judge, the reward model, or the environment.
     graded_by: ClassVar[GradedBy] = "processes"
     # Whether 0 is the best score, which most completions have.
     is_penalty: ClassVar[bool] = False
@@ -155,6 +155,13 @@ class ModelScore(RewardTerm):
     kind: Literal["model"]
 
 
+class EnvironmentReward(RewardTerm):
+    """What the environment gave: the sum of its turns' rewards and of `get_reward`."""
+
+    graded_by: ClassVar[GradedBy] = "environment"
+    kind: Literal["environment"]
+
+
 def compares_answer(terms: Sequence[RewardTerm]) -> bool:
     """Whether a term compares with the row's answer, so that every row needs one."""
     return any(
@@ -180,5 +187,6 @@ def reads_whole_rows(terms: Sequence[RewardTerm]) -> bool:
 
 
 RewardTermTable = Annotated[
-    ExactMatch | MathVerify | Regex | Overlong | Function | Judge | ModelScore, Field(discriminator="kind")
+    ExactMatch | MathVerify | Regex | Overlong | Function | Judge | ModelScore | EnvironmentReward,
+    Field(discriminator="kind"),
 ]

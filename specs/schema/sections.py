@@ -102,6 +102,8 @@ class DataSection(Table):
     """Draw rows in a new random order each epoch (from `run.seed`)."""
     max_rows: int | None = Field(None, gt=0)
     """Read only that many rows."""
+    environment_column: str = ""
+    """Column that names the row's environment, where the spec has several."""
 
     @property
     def named(self) -> dict[str, str]:

@@ -129,6 +129,14 @@ class RolloutSection(Restartable):
     max_staleness: int = Field(0, ge=0, le=64)
     """Steps that sampling may run ahead of learning; 0: each waits for the other. Else samples are drawn while the
     actor learns, with weights up to so many steps old; older ones are dropped and counted."""
+    repeatable: bool | None = None
+    """Whether prompts are completed in an order that follows from the spec alone, so that a run repeats to the bit:
+    batch after batch, and turns of episodes in waves. Otherwise what is ready is sampled at once, in whatever slot is
+    free. Unset: on the CPU, where numbers repeat."""
+
+    @property
+    def in_order(self) -> bool:
+        return not self.devices if self.repeatable is None else self.repeatable
 
     @property
     def hosts(self) -> range:

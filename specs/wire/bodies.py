@@ -94,6 +94,7 @@ class Score(Body):
     what: What
     samples: int
     rows: dict[str, Row]
+    episodes: dict[str, dict[str, Any]] = {}  # by rollout: the conversation and how it ended
 
 
 class Scores(Answer):
@@ -138,6 +139,21 @@ class AwaitJudges(Body):
     lost: list[int]  # ids of samples that could not be graded otherwise
 
 
+class Episodes(Body):
+    """Run an episode for each sample, of the rows that their prompts were made from."""
+
+    rows: dict[str, Row]
+
+
+class EpisodePart(Answer):
+    """A part of the answer: the tensors are turns to draw, if there are any, or samples of groups that are complete."""
+
+    kind: Literal["turns", "samples"]
+    rank: int
+    ended: list[int] = []  # rollouts that will ask no more
+    episodes: dict[str, dict[str, Any]] = {}  # as in `Score`
+
+
 class DataOpened(Answer):
     rows: int
     eval_rows: dict[str, int]  # by evaluation
@@ -152,7 +168,12 @@ class DataOpened(Answer):
 
 
 class Generate(Body):
+    """Complete prompts. `keep`: later turns of the same ids will follow, so what is computed is worth keeping;
+    `forget`: ids of which nothing more will come."""
+
     sampling: Annotated[Sampling, Lax]
+    keep: bool = False
+    forget: list[int] = []
 
 
 Level = Literal[1, 2]  # of sleep: the weights wait in host memory, or are dropped
@@ -341,6 +362,8 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.RENDER: (Render,),
     Verb.JUDGE: (SendToJudges,),
     Verb.AWAIT_JUDGES: (AwaitJudges,),
+    Verb.EPISODES: (Episodes,),
+    Verb.TURNS: (Nothing,),
     Verb.GENERATE: (Generate,),
     Verb.SLEEP: (Sleep,),
     Verb.WAKE: (Wake,),

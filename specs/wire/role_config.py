@@ -12,6 +12,7 @@ from pydantic import Field
 
 from specs.attention import Attention
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
+from specs.schema.environment import EnvironmentSection
 from specs.schema.eval_sets import Evaluation
 from specs.schema.objectives import Unit
 from specs.schema.recipes import RlSpec, RowsSpec, sampling_of
@@ -126,8 +127,10 @@ class DataConfig(TextConfig):
                 "answer_column": answer,
                 "needs_answer": compares_answer(terms),
                 "needs_columns": judged,
-                "tells_messages": sampling.needs_reward_model,
-                "row_columns": None if reads_whole_rows(terms) else tuple(dict.fromkeys((answer, *judged))),
+                "tells_messages": sampling.needs_reward_model or bool(sampling.environments),
+                "row_columns": None
+                if reads_whole_rows(terms) or sampling.environments
+                else tuple(dict.fromkeys((answer, *judged))),
             }
         return DataConfig(**found)
 
@@ -150,9 +153,12 @@ class RewardConfig(TextConfig):
     max_response_tokens: int
     run_dir: str
     score_text: ScoreText | None = None  # None: no reward model
+    environments: tuple[EnvironmentSection, ...] = ()
+    environment_column: str = ""  # that names a row's environment, where there are several
+    seed: int = 0
     sources: dict[
         str, str
-    ]  # path → code of the terms as it was when the run started (`workers/grading/reward_sources.py`)
+    ]  # path → code of terms and environments as it was when the run started (`workers/grading/reward_sources.py`)
 
 
 # Of roles that hold a tokenizer instead of a model.

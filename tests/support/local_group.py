@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from specs.errors import PeerGone
 from specs.wire.messages import Kind, Message, Verb, parse
+from workers.serve import Working
 
 AT_THE_SAME_TIME = (Verb.EXPORT_BUCKET, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET)  # their ends may wait for each other
 
@@ -62,7 +63,19 @@ class LocalGroup:
     def ready(self) -> list[int]:
         return self.here
 
-    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None, ranks=None, on_done=None):
+    def post(
+        self,
+        verb,
+        body=None,
+        tensors=None,
+        *,
+        step=None,
+        timeout_s=None,
+        on_part=None,
+        ranks=None,
+        on_done=None,
+        alone=False,
+    ):
         ranks = self.here if ranks is None else ranks
         self.verbs.append(verb)
         if isinstance(body, BaseModel):
@@ -94,5 +107,15 @@ def _answer(handlers, verb, body, tensors, on_part) -> Message:
     def emit(part_body, part_tensors):
         on_part(parse(Message(Kind.PART, part_body, verb, 1, part_tensors).frames()))
 
-    answer_body, answer_tensors = handlers[verb](call, emit)
+    answer_body, answer_tensors = replied(handlers, handlers[verb](call, emit))
     return parse(Message(Kind.ANSWER, answer_body, verb, 1, answer_tensors).frames())
+
+
+def replied(handlers, reply):
+    """Wait for a reply that comes later, as the serve loop does."""
+    while isinstance(reply, Future):
+        if isinstance(handlers, Working) and handlers.work.pending:
+            handlers.work.advance()
+        else:
+            reply = reply.result(60)
+    return reply

@@ -29,7 +29,7 @@ TRACEBACK_CHARACTERS = 2000
 
 
 def main() -> None:
-    _die_with_parent()
+    die_with_parent()
     requests, answers = _take_pipes()
     me = os.getpid()
 
@@ -108,17 +108,24 @@ def describe(value: Any) -> str:
 
 
 def _take_pipes() -> tuple[BinaryIO, int]:
-    """Hide the pipes from reward code: its stdin is empty and its stdout is the log."""
+    """Hide the pipes from reward code."""
     requests, answers = os.dup(0), os.dup(1)
+    hide_streams()
+    return os.fdopen(requests, "rb"), answers
+
+
+def hide_streams() -> None:
+    """Make stdin empty and stdout the log, which is stderr."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
     sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream, log=True)) for stream in (sys.stdout, sys.stderr))
-    return os.fdopen(requests, "rb"), answers
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends, whose number is its first argument, and before others when memory
+    runs out."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or (len(sys.argv) > 1 and int(sys.argv[1]) != parent):

@@ -42,16 +42,13 @@ class GraderProcess:
     def __init__(self, log_path: Path, *, python: str, env: Mapping[str, str]) -> None:
         """`env`: variables besides those of this process."""
         self._mark = secrets.token_hex(8)
-        here = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
-        env = {**here, **env, _MARK: self._mark, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
-        env["PYTHONPATH"] = _package_path(env.get("PYTHONPATH", ""))
         with open(log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [python, "-P", "-X", "faulthandler", "-m", "workers.grading.child", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=env,
+                env=isolated_variables({**env, _MARK: self._mark}),
                 start_new_session=True,  # `kill` also ends processes that reward code started
             )
         assert self.process.stdin is not None
@@ -107,13 +104,7 @@ class GraderProcess:
     def ended(self) -> GraderEnded:
         """Kill the process; return the error of one that ended, or has to: a signal's name or an exit status."""
         self.kill()
-        code = self.process.poll()
-        if code is None or code >= 0:
-            words = "closed its pipe" if code is None else f"ended with status {code}"
-        else:
-            known = -code in {*signal.Signals}
-            words = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
-        return GraderEnded("crashes", f"the process {words}")
+        return GraderEnded("crashes", how_it_ended(self.process.poll()))
 
     def kill(self) -> None:
         """Kill the process and all that it started, in other sessions too."""
@@ -134,6 +125,21 @@ class GraderProcess:
 def encode(message: dict[str, Any]) -> bytes:
     """Encode a JSON line. Values that JSON does not know (dates, decimals, bytes in a Parquet row) travel as text."""
     return json.dumps(message, default=str, separators=(",", ":")).encode() + b"\n"
+
+
+def how_it_ended(code: int | None) -> str:
+    """Describe a process by its exit status, or minus the number of the signal that killed it; None: still there."""
+    if code is None or code >= 0:
+        return "the process closed its pipe" if code is None else f"the process ended with status {code}"
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    return f"the process was killed by {name}"
+
+
+def isolated_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that runs users' code: of this one, but for those of our own, and `env`."""
+    here = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
+    path = _package_path(env.get("PYTHONPATH", here.get("PYTHONPATH", "")))
+    return {**here, **env, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
 
 
 def _package_path(theirs: str) -> str:

@@ -115,7 +115,7 @@ def _overlong(table: Mapping[str, Any], setting: Setting) -> Term:
 def _function(table: Mapping[str, Any], setting: Setting) -> Term:
     file, _, name = table["path"].rpartition(":")
     path = Path(setting.base, Path(file).expanduser()).resolve()
-    function: Any = getattr(_load_module(path), name, None)
+    function: Any = getattr(load_module(path), name, None)
     if wrong := _not_a_score(function, name, path):
         raise RewardError(wrong[0], hint=wrong[1])
     bound = BoundFunction(function, name)
@@ -135,14 +135,14 @@ def _not_a_score(function: Any, name: str, path: Path) -> tuple[str, str] | None
     return None
 
 
-def _load_module(path: Path) -> Any:
-    """Run a reward file as a module. Its folder is searched last for imports, so that it shadows no module."""
+def load_module(path: Path, what: str = "reward") -> Any:
+    """Run a file of users' code as a module. Its folder is searched last for imports, so that it shadows no module."""
     if not path.is_file():
         hint = "paths are relative to the folder of the spec file"
-        raise RewardError(f"reward file {path} does not exist", hint=hint)
+        raise RewardError(f"{what} file {path} does not exist", hint=hint)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    name = f"reward_file_{path.stem}"
+    name = f"{what}_file_{path.stem}"
     if name in sys.modules and sys.modules[name].__file__ == str(path):
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)
@@ -158,7 +158,7 @@ def _load_module(path: Path) -> Any:
 
 
 def _import_error(path: Path, error: BaseException) -> RewardError:
-    """Return the error of a failed import of a reward file, with the line in it."""
+    """Return the error of a failed import of a file, with the line in it."""
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
     trace = error.__traceback__
     while trace is not None:

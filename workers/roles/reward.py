@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,12 +26,15 @@ from workers.grading.reward_failures import FailureLog, last_line
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts
 from workers.grading.terms import GradeRequest, Setting
 from workers.rank_report import as_built
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.serve import Emit, Handler, Reply, Request, TypedHandler, aside, typed
+
+if TYPE_CHECKING:
+    from workers.episodes.runner import EpisodeRunner
 
 
 class Reward:
-    """A rank of the reward role. The first one, on the driver's host, also asks judges and makes tokens for the reward
-    model."""
+    """A rank of the reward role: it grades, in a thread of its own, and runs episodes. The first one, on the driver's
+    host, also asks judges and makes tokens for the reward model."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -41,6 +45,8 @@ class Reward:
         self._judges: JudgePanel | None = None
         self._score_texts: ScoreTexts | None = None
         self._log: FailureLog | None = None
+        self._runner: EpisodeRunner | None = None
+        self._grading = ThreadPoolExecutor(1, "verbs")
 
     def build(self, call: Request[RewardConfig], emit: Emit) -> Reply:
         """Start the grading processes and load the tokenizer. Raises RewardError or ModelError."""
@@ -68,6 +74,10 @@ class Reward:
         self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)  # they start meanwhile
         if config.score_text is not None and not whose:
             self._score_texts = ScoreTexts(config.score_text, self._codec)
+        if config.environments:
+            from workers.episodes.runner import EpisodeRunner
+
+            self._runner = EpisodeRunner(config, self._codec, self.rank.rank, logs / f"environment_output{whose}.log")
         if self._pool is not None:
             self._pool.wait_ready()
         return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
@@ -124,7 +134,23 @@ class Reward:
         rows = {number: [(one.values or (0.0,))[0] for one in row] for number, row in judged.items()}
         return {**body, "counts": self._judges.take_counts()}, _columns(grades, rows)
 
+    def episodes(self, call: Request[bodies.Episodes], emit: Emit) -> Future[Reply]:
+        """Run episodes; their parts ask for turns, and bring their samples."""
+        assert self._runner is not None, "the spec has no environment"
+        activity.describe(f"{amount(len(call.batch), 'episode')}", "turn", counted=True)
+        return self._runner.episodes(call, emit)
+
+    def turns(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        """Let episodes go on with what the sampler wrote."""
+        assert self._runner is not None, "the spec has no environment"
+        self._runner.turns(call)
+        activity.count("turn", len(call.batch))
+        return {}, {}
+
     def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        self._grading.shutdown(wait=False, cancel_futures=True)
+        if self._runner is not None:
+            self._runner.close()
         if self._pool is not None:
             self._pool.close()
         if self._judges is not None:
@@ -200,10 +226,12 @@ class Reward:
     def handlers(self) -> Mapping[Verb, Handler]:
         verbs: Mapping[Verb, TypedHandler] = {
             Verb.BUILD: self.build,
-            Verb.SCORE: self.score,
-            Verb.RENDER: self.render,
-            Verb.JUDGE: self.judge,
-            Verb.AWAIT_JUDGES: self.await_judges,
+            Verb.SCORE: aside(self.score, self._grading),
+            Verb.RENDER: aside(self.render, self._grading),
+            Verb.JUDGE: aside(self.judge, self._grading),
+            Verb.AWAIT_JUDGES: aside(self.await_judges, self._grading),
+            Verb.EPISODES: self.episodes,
+            Verb.TURNS: self.turns,
             Verb.CLOSE: self.close,
         }
         return typed(verbs, {Verb.BUILD: RewardConfig})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from backends import activity
+from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
 from backends.weights import checksum
@@ -16,17 +20,29 @@ from specs.wire.heartbeat import amount
 from specs.wire.messages import Verb
 from specs.wire.role_config import RolloutConfig
 from workers.roles.engine_rank import EngineRank
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.serve import Emit, Handler, Reply, Request, TypedHandler, Working, typed
 from workers.transports.ends import Importer, spec_of
 from workers.transports.host_readers import host_of_this_process
 
 
+@dataclass
+class Sampled:
+    """A call whose completions are being drawn."""
+
+    completions: Completions
+    ids: set[int]  # that are not here yet
+    counted: Counter[str]  # by the engine, when the call began
+    reply: Future[Reply] = field(default_factory=Future)
+
+
 class Rollout(EngineRank[RolloutEngine]):
-    """A rank of the rollout role; each is a separate replica."""
+    """A rank of the rollout role; each is a separate replica. It draws for any number of calls at once: what comes
+    while others are drawn gets the next free slots."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
         self._importer: Importer | None = None
+        self._calls: list[Sampled] = []  # whose completions are being drawn
         self.version = 0  # version of the weights, counted by the driver; every sample carries it
 
     @property
@@ -46,7 +62,7 @@ class Rollout(EngineRank[RolloutEngine]):
         config = call.body
         return self.hold("rollout", config, rollout_engine(config.engine.kind))
 
-    def generate(self, call: Request[bodies.Generate], emit: Emit) -> Reply:
+    def generate(self, call: Request[bodies.Generate], emit: Emit) -> Future[Reply]:
         """Finished groups are sent as parts; the final reply carries only counters."""
 
         def send(batch: Batch) -> None:
@@ -55,8 +71,45 @@ class Rollout(EngineRank[RolloutEngine]):
         limit = call.body.sampling.max_response_tokens
         what = f"generate of {amount(len(call.batch), 'prompt')}, longest {limit:,} tokens"
         activity.describe(what, self.engine.progress_unit, counted=self.engine.counts_progress)
-        counters = dict(self.engine.generate(call.batch, call.body.sampling, send))
-        return {**counters, "used_GiB": self.used_GiB}, {}
+        self.engine.forget(call.body.forget)
+        completions = Completions(call.batch, call.body.sampling, send, keep=call.body.keep)
+        requests = completions.requests()
+        self.engine.add(requests)
+        sampled = Sampled(completions, {request.id for request in requests}, Counter(self.engine.counters()))
+        self._calls.append(sampled)
+        if not sampled.ids:
+            self._end(sampled)
+        return sampled.reply
+
+    @property
+    def pending(self) -> bool:
+        """Whether completions are being drawn."""
+        return bool(self._calls)
+
+    def advance(self) -> None:
+        """Draw a token or more of every open completion; reply to the calls that have all of theirs."""
+        try:
+            found = self.engine.step()
+        except Exception as error:  # none is open any more
+            calls, self._calls = self._calls, []
+            for call in calls:
+                call.reply.set_exception(error)
+            return
+        for call in [*self._calls] if found else ():
+            for completion in found:
+                if completion.id in call.ids:
+                    call.ids.discard(completion.id)
+                    call.completions.finish(completion)
+            call.completions.flush()
+            if not call.ids:
+                self._end(call)
+
+    def _end(self, call: Sampled) -> None:
+        self._calls.remove(call)
+        counted = Counter(self.engine.counters())
+        counted.subtract(call.counted)
+        counts = {"generated_tokens": call.completions.generated_tokens, **counted}
+        call.reply.set_result(({**counts, "used_GiB": self.used_GiB}, {}))
 
     def probe(self, call: Request[bodies.Probe], emit: Emit) -> Reply:
         return {}, {"logprob_T": self.engine.score(call.batch, call.body.temperature)}
@@ -109,7 +162,7 @@ class Rollout(EngineRank[RolloutEngine]):
             Verb.WAKE: self.wake,
             Verb.CLOSE: self.close,
         }
-        return typed(verbs, {Verb.BUILD: RolloutConfig, Verb.PROBE: bodies.Probe})
+        return Working(typed(verbs, {Verb.BUILD: RolloutConfig, Verb.PROBE: bodies.Probe}), self)
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
+from rlctl.loop.step_metrics import episode_metrics
 from specs.schema.metric import Metric, metrics
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def evaluated(drawn: Drawn, passes: PassThreshold | None) -> dict[str, float]:
         "length_mean": float(rollouts.sums(batch.sum_by_sequence("loss_mask_T")).mean()),
         "failed": sum(scored.failures.values()),
         **scored.counts,
+        **{name.rpartition("/")[2]: value for name, value in episode_metrics(batch).items()},
     }
 
 

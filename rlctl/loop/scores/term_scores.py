@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.scores.graders import HOME
+from specs.schema.environment import UNSCORED
 from specs.schema.metric import Metric, metrics
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -109,6 +111,16 @@ def of_judges(
     tickets = [bodies.SentToJudges.of(answer).ticket for answer in sent]
     body = bodies.AwaitJudges(what=what, tickets=tickets, lost=[*lost_ids])
     return TermScores.of(reward.call(Verb.AWAIT_JUDGES, body, step=step, ranks=[HOME])[0])
+
+
+def of_environments(batch: Batch, number: int | None) -> TermScores:
+    """Return what environments gave, as the term of this number if there is one. An episode that was lost has no
+    score."""
+    lost_B = np.isin(batch["stop_B"], UNSCORED)
+    lost = np.flatnonzero(lost_B)[Rollouts.of(batch["rollout_B"][lost_B]).first_R]
+    first = f"the environment of sample {batch['id_B'][lost[0]]} was lost" if len(lost) else ""
+    value_B = {} if number is None else {number: batch["environment_reward_B"]}
+    return TermScores(value_B, ~lost_B, {"environment_lost": len(lost)}, first_failure=first)
 
 
 def add_up(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from given_up import LIMIT_S, given_up
 from judge_server import Asked, judge_server, says, status
+from local_group import replied
 
 import specs
 from backends.hf.tokenizer import TextCodec, load_codec
@@ -56,7 +57,7 @@ class Role:
         tensors: dict[str, Any] | None = None,
     ) -> Message:
         message = parse(Message(Kind.CALL, body or {}, verb, 1, tensors or {}).frames())
-        answer_body, answer_tensors = handlers[verb](message, lambda body, tensors: None)
+        answer_body, answer_tensors = replied(handlers, handlers[verb](message, lambda body, tensors: None))
         return parse(Message(Kind.ANSWER, answer_body, verb, 1, answer_tensors).frames())
 
     def build(self, terms: list[dict[str, Any]], **reward: Any) -> Message:

@@ -1,0 +1,262 @@
+"""Episodes on their way: the reward role runs them, the rollout draws their turns, and here is what lies between.
+
+With `rollout.repeatable` turns are drawn in waves. The groups of a replica are split into cohorts; the wave of a cohort
+is drawn when each of its open episodes has asked for its next turn. Two cohorts of a replica are under way and take
+turns; one that has ended makes room for the next. So what is drawn together follows from what was written alone, never
+from who was quicker, and while the environments of one cohort work, another is sampled. Otherwise what is asked for is
+drawn at once, in whatever slot is free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.sampling import Generation
+from specs.wire import bodies
+from specs.wire.batch import Batch
+from specs.wire.messages import COLUMNS, Verb
+
+if TYPE_CHECKING:
+    from rlctl.processes.calls import Call
+    from rlctl.processes.group import Group
+    from specs.wire.messages import Message
+    from specs.wire.role_config import Sampling
+
+COHORTS = 2  # of a replica that are under way: one is sampled while the environments of the other work
+Start = Callable[[Batch], None]
+"""Begins the episodes of some prompts."""
+
+
+class Cohort:
+    """Episodes whose turns are drawn together."""
+
+    def __init__(self, prompts: Batch) -> None:
+        self.prompts = prompts
+        self.open = set(prompts["rollout_B"].tolist())
+        self.asked: list[Batch] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether every open episode has asked for a turn."""
+        return bool(self.open) and sum(map(len, self.asked)) == len(self.open)
+
+
+@dataclass
+class Line:
+    """Cohorts of a replica. The first of those under way is drawn next."""
+
+    replica: int
+    under_way: deque[Cohort]
+    waiting: deque[Cohort]
+
+
+class TurnRelay:
+    """Has the turns drawn that episodes of a batch ask for, and takes them back to who waits for them."""
+
+    def __init__(self, rollout: Group, reward: Group, sampling: Sampling, step: int, *, in_order: bool) -> None:
+        self.rollout, self.reward, self.sampling, self.step, self.in_order = rollout, reward, sampling, step, in_order
+        self.drawing: set[int] = set()  # ids
+        self.stranded: list[Batch] = []  # turns that no replica could draw
+        self.counts: Counter[str] = Counter()  # of the engines
+        self._home_of: dict[int, int] = {}  # by rollout: the rank that runs it
+        self._cohort_of: dict[int, Cohort] = {}  # by rollout
+        self._lines: list[Line] = []
+        self._forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: ids of which nothing more will come
+
+    def begin(self, prompts: Batch, start: Start, processes: int) -> None:
+        """Begin episodes, at once, or cohort by cohort. `processes`: how many can be open."""
+        replicas = self.rollout.ready if self.in_order else []
+        if not replicas:
+            start(prompts)
+            return
+        _, group_R = np.unique(prompts["group_B"], return_inverse=True)
+        most = max(1, processes // (COHORTS * len(replicas)))
+        for place, replica in enumerate(replicas):
+            mine = np.flatnonzero(group_R % len(replicas) == place)
+            pieces = np.array_split(mine, max(COHORTS, -(-len(mine) // most)))
+            cohorts = [Cohort(prompts.select(piece)) for piece in pieces if len(piece)]
+            self._cohort_of |= {rollout: cohort for cohort in cohorts for rollout in cohort.open}
+            self._lines.append(Line(replica, deque(cohorts[:COHORTS]), deque(cohorts[COHORTS:])))
+        for line in self._lines:
+            for cohort in line.under_way:
+                start(cohort.prompts)
+
+    def ask(self, batch: Batch, rank: int) -> None:
+        """Have turns drawn, for episodes of a rank."""
+        rollouts = batch["rollout_B"].tolist()
+        self._home_of.update(dict.fromkeys(rollouts, rank))
+        if not self.in_order:
+            self._draw_anywhere(batch)
+            return
+        parts: dict[Cohort, list[int]] = defaultdict(list)
+        for index, rollout in enumerate(rollouts):
+            parts[self._cohort_of[rollout]].append(index)
+        for cohort, indices in parts.items():
+            cohort.asked.append(batch.select(indices))
+        self._draw_waves(lambda prompts: None)
+
+    def ended(self, rollouts: Collection[int], start: Start) -> None:
+        """Note that these episodes will ask no more; begin the next cohort where one has ended."""
+        for rollout in rollouts:
+            if (cohort := self._cohort_of.pop(rollout, None)) is not None:
+                cohort.open.discard(rollout)
+        self._draw_waves(start)
+
+    def forget(self, ids: Collection[int]) -> None:
+        """Let the replicas drop what they keep for these samples."""
+        for replica in self.rollout.ready:
+            self._forgotten[replica] += ids
+
+    def resume(self) -> None:
+        """Have the stranded turns drawn, where replicas are there again."""
+        stranded, self.stranded = self.stranded, []
+        for batch in stranded:
+            self._draw_anywhere(batch)
+
+    def _draw_waves(self, start: Start) -> None:
+        for line in self._lines:
+            while line.under_way and (line.under_way[0].ready or not line.under_way[0].open):
+                cohort = line.under_way[0]
+                if cohort.open:
+                    asked, cohort.asked = cohort.asked, []
+                    wave = Batch.concat(asked)
+                    self._draw(wave.select(np.argsort(wave["id_B"], kind="stable")), line.replica)
+                elif line.waiting:
+                    line.under_way[0] = line.waiting.popleft()
+                    start(line.under_way[0].prompts)
+                else:
+                    line.under_way.popleft()
+                    continue
+                line.under_way.rotate(-1)
+
+    def _draw_anywhere(self, batch: Batch) -> None:
+        """Draw turns where there is a replica; those of a group stay together, so that it can keep what they share."""
+        replicas = self.rollout.ready
+        place_B = batch["group_B"] % max(len(replicas), 1)
+        for place, replica in enumerate(replicas):
+            if len(chosen := np.flatnonzero(place_B == place)):
+                self._draw(batch.select(chosen), replica)
+        if not replicas:
+            self.stranded.append(batch)
+
+    def _draw(self, batch: Batch, replica: int) -> None:
+        ids = batch["id_B"]
+        self.drawing.update(ids.tolist())
+        columns = {**batch.columns, "prefix_B": _prefixes(batch), "group_B": ids}  # each comes back when it is done
+        self.rollout.post(
+            Verb.GENERATE,
+            bodies.Generate(sampling=self.sampling, keep=True, forget=self._forgotten.pop(replica, [])),
+            tensors=columns,
+            step=self.step,
+            ranks=[replica],
+            on_part=self._hand_back,
+            on_done=partial(self._drawn, batch),
+            alone=self.in_order,
+        )
+
+    def _hand_back(self, message: Message) -> None:
+        batch = message.batch
+        self.drawing.difference_update(batch["id_B"].tolist())
+        home_B = np.array([self._home_of[rollout] for rollout in batch["rollout_B"].tolist()])
+        needed = batch.only(COLUMNS[Verb.TURNS].needs)
+        for rank in np.unique(home_B).tolist():
+            turns = needed.select(np.flatnonzero(home_B == rank))
+            self.reward.post(Verb.TURNS, tensors=turns.columns, step=self.step, ranks=[rank])
+
+    def _drawn(self, batch: Batch, call: Call) -> None:
+        """Have what a lost replica had not finished drawn by another."""
+        for answer in call.answers.values():
+            self.counts.update({name: n for name, n in answer.body.items() if isinstance(n, int)})
+        left = np.flatnonzero(np.isin(batch["id_B"], [*self.drawing])) if call.failed else ()
+        if len(left):
+            self._draw_anywhere(batch.select(left))
+
+
+class EpisodeGeneration(Generation):
+    """A batch of episodes on its way."""
+
+    relay: TurnRelay
+    _running = 0  # calls
+    _finished = False
+
+    def _send(self, prompts: Batch) -> None:
+        self._finished, line = False, self._sampler.episodes
+        line.append(lambda: self._begin(prompts))
+        if len(line) == 1 or not self._in_order:
+            line[-1]()
+
+    @property
+    def _in_order(self) -> bool:
+        return self._sampler.spec.rollout.in_order
+
+    def _begin(self, prompts: Batch) -> None:
+        sampler = self._sampler
+        self.relay = TurnRelay(sampler.rollout, sampler.reward, self._sampling, self.step, in_order=self._in_order)
+        processes = min(one.processes for one in sampler.spec.environments) * len(sampler.reward.ready)
+        self.relay.begin(prompts, self._start, processes)
+
+    def _start(self, prompts: Batch) -> None:
+        """Send episodes to the ranks of the reward role, group by group in turn."""
+        ranks = self._sampler.reward.ready
+        _, group_B = np.unique(prompts["group_B"], return_inverse=True)
+        shards = [prompts.select(np.flatnonzero(group_B % len(ranks) == place)) for place in range(len(ranks))]
+        self._running += 1
+        self._sampler.reward.post(
+            Verb.EPISODES,
+            [bodies.Episodes(rows=self.prompts.rows_of(shard)) for shard in shards],
+            tensors=[shard.columns for shard in shards],
+            step=self.step,
+            ranks=ranks,
+            on_part=self._hear,
+            on_done=partial(self._ended, prompts),
+        )
+
+    def _hear(self, message: Message) -> None:
+        part = bodies.EpisodePart.of(message)
+        if part.kind == "samples":
+            self.relay.forget(message.tensors["id_B"].tolist())
+            self._grade(message.batch, part.episodes)
+            return
+        if message.tensors:
+            self.relay.ask(message.batch, part.rank)
+        self.relay.ended(part.ended, self._start)
+
+    def _ended(self, prompts: Batch, call: Call) -> None:
+        """Count a call that is over. After the last one the next batch of episodes begins, where they follow each
+        other. What a lost rank ran is begun again by `wait`."""
+        self._running -= 1
+        if call.failed:
+            self.relay.ended(prompts["rollout_B"].tolist(), self._start)
+        if not self._running:
+            line, self._finished = self._sampler.episodes, True
+            line.popleft()
+            if line and self._in_order:
+                line[0]()
+
+    def wait(self) -> None:
+        sampler = self._sampler
+        while not self._finished:
+            if self._running and self.relay.stranded:
+                sampler.sync.restore(self.step)
+                self.relay.resume()
+            sampler.reward.tick()
+        left = self._unanswered()
+        while len(left) and self.relay.drawing:
+            sampler.reward.tick()
+        if len(left):
+            self._send(left)
+            self.wait()
+
+
+def _prefixes(batch: Batch) -> NDArray[np.int64]:
+    """Return equal numbers for equal prompts."""
+    numbers: dict[bytes, int] = {}
+    prompts = batch.sequences("tokens_T")
+    return np.array([numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts], dtype=np.int64)

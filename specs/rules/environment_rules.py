@@ -1,0 +1,84 @@
+"""Rules of environments: what they are made from, limits that cannot be reached, what they need of other sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo
+from specs.schema.environment import EnvironmentSection
+from specs.schema.recipes import RlSpec
+from specs.schema.table import no_effect
+from specs.text import show
+
+_BY_TOKEN = (Gae, GreedyBaseline, ReturnToGo)  # advantages that credit a token with what comes after it
+
+
+def environment_problems(spec: RlSpec) -> Iterator[Problem]:
+    """Yield environments that cannot be made or reached, and keys that do nothing."""
+    several = isinstance(spec.environment, tuple)
+    column, data = spec.data.environment_column, spec.data
+    for number, section in enumerate(spec.environments):
+        key = f"environment.{number}" if several else "environment"
+        yield from _made_of(key, section)
+        yield from _limits(key, section, spec)
+        yield from _credit(key, section, spec)
+        if section.name in [one.name for one in spec.environments[:number]]:
+            yield Problem(f"{key}.name", "another environment has this name", "give each a name of its own")
+        for name in ("learn_truncated", "credit"):
+            if getattr(section, name) != getattr(spec.environments[0], name):
+                yield Problem(f"{key}.{name}", "differs from the first environment's", "say the same in all")
+    if len(spec.environments) > 1 and not column:
+        hint = 'name the column that says which one a row is for: environment_column = "…"'
+        yield Problem("data.environment_column", f"missing: there are {len(spec.environments)} environments", hint)
+    elif len(spec.environments) < 2 and column:
+        yield no_effect("data.environment_column", "there is one environment, or none")
+    if spec.environments and data.chat == "never":
+        message = "an environment's turns are written by the chat template"
+        yield Problem("data.chat", message, "remove the key")
+    if not spec.environments and spec.environment_term is not None:
+        hint = 'add [environment], or [reward] with terms such as { kind = "exact_match" }'
+        if "reward" in spec.model_fields_set:
+            yield Problem(f"reward.terms.{spec.environment_term}", "the spec has no environment", hint)
+        else:
+            yield Problem("[reward]", "this section is missing", hint)
+
+
+def _made_of(key: str, section: EnvironmentSection) -> Iterator[Problem]:
+    given = [name for name in ("path", "tools", "agent") if getattr(section, name)]
+    if len(given) != 1:
+        wrong = f"has {' and '.join(given)}" if given else "says nothing of what it is"
+        yield Problem(
+            f"[{key}]", wrong, "give one of path (a class), tools (functions, MCP servers) and agent (a loop)"
+        )
+    for number, source in enumerate(section.tools):
+        if not source.startswith("mcp:") and ".py:" not in source:
+            hint = 'write "file.py:function", or "mcp:command"'
+            yield Problem(f"{key}.tools.{number}", "neither a function nor an MCP server", hint)
+    for name in ("max_tool_calls", "on_parse_error") if section.agent else ():
+        if name in section.model_fields_set:
+            yield no_effect(f"{key}.{name}", "an agent makes its calls itself")
+
+
+def _limits(key: str, section: EnvironmentSection, spec: RlSpec) -> Iterator[Problem]:
+    """Yield limits that leave no room, or that another one comes before."""
+    data, most = spec.data, section.max_episode_tokens
+    if most <= data.max_prompt_tokens:
+        message = f"leaves a prompt of data.max_prompt_tokens = {data.max_prompt_tokens} no room for a turn"
+        yield Problem(f"{key}.max_episode_tokens", message, f"use at least {data.max_prompt_tokens + 1}")
+    elif data.max_response_tokens >= most:
+        message = f"no turn can be so long: {key}.max_episode_tokens = {most}, with the prompt"
+        yield Problem("data.max_response_tokens", message, f"use less than {most}")
+    if section.call_timeout_s > section.episode_timeout_s:
+        message = f"no call can take so long: {key}.episode_timeout_s = {section.episode_timeout_s:g}"
+        yield Problem(f"{key}.call_timeout_s", message, f"use at most {section.episode_timeout_s:g}")
+
+
+def _credit(key: str, section: EnvironmentSection, spec: RlSpec) -> Iterator[Problem]:
+    if section.credit == "episode":
+        return
+    if not isinstance(spec.algorithm.advantage, _BY_TOKEN):
+        message = f"algorithm.kind = {show(spec.algorithm.kind)} gives all tokens of a rollout the same advantage"
+        yield Problem(f"{key}.credit", message, 'use algorithm.kind = "reinforce++", "remax" or "ppo"')
+    elif spec.environment_term is None:
+        yield no_effect(f"{key}.credit", 'no term of reward.terms is { kind = "environment" }')

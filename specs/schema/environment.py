@@ -1,0 +1,107 @@
+"""`[environment]`: what answers the model between its turns, and how far an episode may go."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Discriminator, Field, Tag
+
+from specs.schema.metric import Metric, metrics
+from specs.schema.table import FunctionPath, NonEmpty, Table
+
+StopReason = Literal[
+    "completed",  # the model called no tool, or its environment said that the task is done
+    "tool_stopped",  # a tool said that the episode is done
+    "max_turns",
+    "max_tokens",  # a turn was cut off at `data.max_response_tokens`
+    "max_tool_calls",
+    "context_overflow",  # `max_episode_tokens` has no room for another turn
+    "parse_error",  # a tool call did not parse, and `on_parse_error` is "end"
+    "timeout",  # the episode's calls took longer than `episode_timeout_s` together
+    "environment_lost",
+]
+"""Reasons for which an episode ends, in the order of their numbers in the column `stop_B`."""
+
+STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
+BY_ITSELF: frozenset[StopReason] = frozenset({"completed", "tool_stopped", "parse_error"})  # others: a limit, or lost
+UNSCORED = tuple(STOP_REASONS.index(reason) for reason in ("timeout", "environment_lost"))
+"""Numbers of the reasons after which the environment cannot be asked: such an episode has no score."""
+
+METRICS: tuple[Metric, ...] = metrics(
+    "the spec has an `[environment]`",
+    {
+        "episode/turns_mean": "Turns of the model in an episode.",
+        "episode/tool_calls_mean": "Tool calls in an episode.",
+        "episode/tool_errors": "Tool calls that raised, or that no tool could take.",
+        "episode/parse_errors": "Turns whose tool calls did not parse.",
+        "episode/lost": "Episodes whose environment crashed or hung: they are not learned from.",
+        "episode/stop_<reason> [share]": "Episodes that ended for this reason.",
+        "episode/prefix_reused [share]": "Prompt tokens that the sampler had computed in an earlier turn.",
+        "time/environment_s [s]": "Calls of environments, added up over all episodes, many of which run at once.",
+        "reward/failed_environment_lost": "Episodes without a score: their environment crashed or hung.",
+    },
+    in_eval=True,
+)
+
+
+class EnvironmentSection(Table):
+    """An environment of several turns: one of `path`, `tools` and `agent`."""
+
+    name: NonEmpty = "environment"
+    """Name by which rows choose one of several, in the column `data.environment_column`."""
+    path: FunctionPath | Literal[""] = ""
+    """`file.py:Class`, relative to the spec file. A class with `reset` whose other public methods are tools, or one
+    with `step(text)`, which replies to each turn."""
+    tools: tuple[NonEmpty, ...] = ()
+    """Tools that need no class: functions (`file.py:name`) and MCP servers (`mcp:command`)."""
+    agent: FunctionPath | Literal[""] = ""
+    """`file.py:name` of `async def run(task, client)`, a loop of your own against the sampler."""
+    max_turns: int = Field(8, gt=0)
+    """Turns of the model in an episode."""
+    max_episode_tokens: int = Field(2048, gt=0)
+    """Tokens of a whole episode: prompt, turns and replies. `data.max_response_tokens` limits one turn."""
+    max_tool_calls: int = Field(16, gt=0)
+    """Tool calls in an episode."""
+    call_timeout_s: float = Field(10.0, gt=0)
+    """Seconds that one call may take: of a tool, `step` or `reset`. One that takes longer loses the episode."""
+    episode_timeout_s: float = Field(120.0, gt=0)
+    """Seconds that all calls of an episode may take together; waiting for the sampler does not count."""
+    learn_truncated: bool = True
+    """Whether episodes that a limit ended are learned from."""
+    on_parse_error: Literal["observe", "mask", "end"] = "observe"
+    """A turn whose tool call does not parse: the model is told (`observe`), is told and does not learn from that turn
+    (`mask`), or the episode ends (`end`)."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Whether each turn is credited with the reward of the whole episode, or with what came after it (`turn`)."""
+    history: Literal["append", "branch"] = "append"
+    """A chat template that rewrites earlier turns, such as one that drops their thinking: `append` refuses it, `branch`
+    starts another sample of the same rollout with the rewritten conversation."""
+    processes: int = Field(256, ge=1, le=4096)
+    """Isolated processes on each node of the reward role; each holds one episode at a time."""
+    memory_MiB: int = Field(1024, gt=0)
+    """Memory that an episode may take beyond what its code takes when it is imported."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What it is made from, as the spec names it."""
+        return tuple(filter(None, (self.path, *self.tools, self.agent)))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Those of its sources that are Python files."""
+        return tuple(source for source in self.sources if not source.startswith("mcp:"))
+
+
+# How errors name the two forms of the section; no key of a spec looks like them.
+ONE, SEVERAL = "[environment]", "[[environment]]"
+
+
+def _form(raw: Any) -> str:
+    return SEVERAL if isinstance(raw, list | tuple) else ONE
+
+
+EnvironmentTables = Annotated[
+    Annotated[EnvironmentSection, Tag(ONE)]
+    | Annotated[tuple[EnvironmentSection, ...], Field(min_length=1), Tag(SEVERAL)],
+    Discriminator(_form),
+]

@@ -1,0 +1,61 @@
+"""Pools of environments whose files a test writes."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from workers.environments.pool import Described, Environment, EnvironmentPool, EnvironmentSetup
+
+LIMIT_S = 90.0  # on a busy machine any call may take seconds
+T = TypeVar("T")
+
+
+def written(folder: Path, code: str, name: str = "users.py") -> str:
+    (folder / name).write_text(textwrap.dedent(code), "utf-8")
+    return name
+
+
+def make_pool(folder: Path, *, processes: int = 2, memory_MiB: int = 256, **setup: Any) -> EnvironmentPool:
+    return EnvironmentPool(
+        EnvironmentSetup(base=str(folder), **setup),
+        processes=processes,
+        call_timeout_s=LIMIT_S,
+        memory_MiB=memory_MiB,
+        log_path=folder / "output.log",
+    )
+
+
+@asynccontextmanager
+async def started(pool: EnvironmentPool) -> AsyncIterator[Described]:
+    try:
+        yield await pool.start()
+    finally:
+        await pool.close()
+
+
+@asynccontextmanager
+async def opened(
+    pool: EnvironmentPool, row: Mapping[str, Any] | None = None, seed: int = 0
+) -> AsyncIterator[Environment]:
+    """An environment that was reset."""
+    environment = await pool.open()
+    try:
+        await environment.reset(row or {}, seed)
+        yield environment
+    finally:
+        await environment.close()
+
+
+def run(pool: EnvironmentPool, test: Callable[[Described], Awaitable[T]]) -> T:
+    """Run a test with a pool that has started."""
+
+    async def inside() -> T:
+        async with started(pool) as described:
+            return await test(described)
+
+    return asyncio.run(inside())

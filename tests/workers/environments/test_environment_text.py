@@ -1,0 +1,132 @@
+"""Environments that reply to text, in the forms of gymnasium, GEM and SkyRL-Gym."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment_pools import make_pool, run, written
+
+from workers.environments.pool import Described, EnvironmentLost, EnvironmentPool, Reply
+
+CODE = '''
+    class Plain:
+        def reset(self): return None
+        def step(self, text): return "you wrote " + text
+
+    class Base:
+        def get_wrapper_attr(self, name: str) -> object:
+            """Return an attribute.
+
+            Args:
+                name: Its name.
+            """
+
+    class Gymnasium(Base):
+        def reset(self, *, seed=None, options=None):
+            self.limit, self.turns = seed, 0
+            return f"guess below {seed}", {"info": 1}
+
+        async def step(self, action):
+            self.turns += 1
+            right = int(action) == 1
+            return "right" if right else "wrong", float(right), right, self.turns >= self.limit, {}
+
+        def close(self):
+            print("closed")
+
+        def render_text(self) -> str:
+            """Return it as text."""
+
+    class Old:
+        def reset(self, prompt): return {"board": prompt}
+        def step(self, action): return {"board": action}, 1, action == "end", {}
+
+    class SkyRL:
+        done = False
+
+        def init(self, prompt):
+            return [*prompt, {"role": "user", "content": "begin"}], {}
+
+        def step(self, action):
+            if action == "end":
+                return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+            return Output([{"role": "user", "content": action}])
+
+    class Output:
+        def __init__(self, observations):
+            self.observations, self.reward, self.done = observations, 0.25, False
+
+    class Bad:
+        def reset(self): pass
+        def step(self, action):
+            return {"pair": ("a", 1), "nan": ("a", float("nan"), False, {})}.get(action) or 1 / 0
+        def get_reward(self): return "high"
+'''
+
+
+def pool_of(folder: Path, name: str) -> EnvironmentPool:
+    return make_pool(folder, path=f"{written(folder, CODE)}:{name}", processes=1)
+
+
+def episode(folder: Path, name: str, row: dict[str, Any], seed: int, texts: list[str]) -> tuple[Any, list[Reply]]:
+    pool = pool_of(folder, name)
+
+    async def test(described: Described) -> tuple[Any, list[Reply]]:
+        assert (described.mode, described.tools) == ("text", ())
+        environment = await pool.open()
+        observation = await environment.reset(row, seed)
+        replies = [await environment.step(text) for text in texts]
+        assert await environment.reward() is None
+        await environment.close()
+        return observation.content, replies
+
+    return run(pool, test)
+
+
+def test_text_alone(tmp_path: Path) -> None:
+    assert episode(tmp_path, "Plain", {"a": 1}, 0, ["x"]) == (None, [Reply("you wrote x", None, done=False)])
+
+
+def test_gymnasium(tmp_path: Path) -> None:
+    content, replies = episode(tmp_path, "Gymnasium", {"a": 1}, 2, ["5", "1"])
+    assert content == "guess below 2"
+    assert replies == [Reply("wrong", 0.0, done=False), Reply("right", 1.0, done=True, truncated=True)]
+    assert "closed" in (tmp_path / "output.log").read_text()
+
+
+def test_old_gym_whose_observations_are_no_text(tmp_path: Path) -> None:
+    content, replies = episode(tmp_path, "Old", {"prompt": "p"}, 0, ["x", "end"])
+    assert content == '{"board": "p"}'
+    assert replies == [Reply('{"board": "x"}', 1.0, done=False), Reply('{"board": "end"}', 1.0, done=True)]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "p"}, {"messages": [{"role": "system", "content": "s"}], "prompt": "s"}])
+def test_skyrl_gym(tmp_path: Path, row: dict[str, Any]) -> None:
+    content, replies = episode(tmp_path, "SkyRL", row, 0, ["x", "end"])
+    assert content == [{"role": "user", "content": "begin"}]  # what the prompt has is not there twice
+    assert replies == [Reply([{"role": "user", "content": "x"}], 0.25, done=False), Reply("", 1.0, done=True)]
+
+
+def test_what_no_reply_can_be_made_of_loses_the_episode(tmp_path: Path) -> None:
+    pool = pool_of(tmp_path, "Bad")
+
+    async def test(_: Described) -> None:
+        for action, text in {
+            "pair": r"step returned 2 values, not \(observation, reward",
+            "nan": r"step gave nan \(float\), not a finite number",
+            "raise": "ZeroDivisionError: division by zero",
+        }.items():
+            environment = await pool.open()
+            await environment.reset({}, 0)
+            with pytest.raises(EnvironmentLost, match=text):
+                await environment.step(action)
+            await environment.close()
+        environment = await pool.open()
+        await environment.reset({}, 0)
+        with pytest.raises(EnvironmentLost, match=r"get_reward gave 'high' \(str\)"):
+            await environment.reward()
+        await environment.close()
+
+    run(pool, test)

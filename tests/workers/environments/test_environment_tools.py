@@ -1,0 +1,225 @@
+"""Classes with tools, and tools without a class: what the model sees, calls and gets."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from environment_pools import LIMIT_S, make_pool, opened, run, written
+
+from workers.environments.pool import Described, EnvironmentPool, EnvironmentSetup, Observation, Reply
+
+# The example of TRL's page on environments, as it stands there.
+TRL_CLASS = '''
+    class IncrementEnv:
+        def __init__(self):
+            self.counter = 0
+
+        def reset(self, **kwargs) -> str | None:
+            self.counter = 0
+            return f"Increment the counter to {kwargs.get('target')}."
+
+        def increment(self, step: int) -> int:
+            """
+            Increment the internal counter.
+
+            Args:
+                step: Value to add to the counter.
+
+            Returns:
+                The updated counter value.
+            """
+            self.counter += step
+            return self.counter
+
+        def get_reward(self) -> float:
+            return float(self.counter)
+
+        def _hidden(self):
+            pass
+'''
+OTHER_CLASS = '''
+    import random
+
+    class Shop:
+        limit = 3
+
+        def reset(self, item, seed):
+            self.item, self.draw, self.calls = item, random.random(), []
+            return [{"role": "user", "content": f"{item} {seed}"}]
+
+        @property
+        def done(self):
+            return len(self.calls) >= self.limit
+
+        @staticmethod
+        def helper(anything):
+            return anything
+
+        async def buy(self, count: int = 1) -> tuple[str, float]:
+            """Buy it.
+
+            Args:
+                count: How many.
+            """
+            self.calls.append(count)
+            return f"bought {count} {self.item}", 0.5 * count
+
+        def show(self, kind: str) -> object:
+            """Show something.
+
+            Args:
+                kind: What.
+            """
+            values = {"draw": self.draw, "dict": {"a": [1, None], "é": {2}}, "none": None, "pair": (1, 2),
+                      "half": "\\ud800!", "nan": ("text", float("nan"))}
+            return values[kind]
+'''
+INCREMENT = {
+    "type": "function",
+    "function": {
+        "name": "increment",
+        "description": "Increment the internal counter.",
+        "parameters": {
+            "type": "object",
+            "properties": {"step": {"type": "integer", "description": "Value to add to the counter."}},
+            "required": ["step"],
+        },
+    },
+}
+
+
+def test_a_class_written_for_trl(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path, path=written(tmp_path, TRL_CLASS) + ":IncrementEnv")
+
+    async def test(described: Described) -> None:
+        assert described == Described("tools", (INCREMENT,), "IncrementEnv", takes_seed=True, gives_reward=True)
+        environment = await pool.open()
+        assert await environment.reset({"target": 3, "prompt": "p"}, 0) == Observation("Increment the counter to 3.")
+        assert await environment.call("increment", {"step": 2}) == Reply("2", None, done=False)
+        assert await environment.call("increment", {"step": 1}) == Reply("3", None, done=False)
+        assert await environment.reward() == 3.0
+        await environment.close()
+        async with opened(pool) as environment:
+            assert await environment.reward() == 0.0
+
+    run(pool, test)
+
+
+def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop")
+
+    async def test(described: Described) -> None:
+        assert [tool["function"]["name"] for tool in described.tools] == ["buy", "show"]
+        assert described.takes_seed
+        assert not described.gives_reward
+        environment = await pool.open()
+        content = [{"role": "user", "content": "tea 5"}]
+        assert await environment.reset({"item": "tea", "other": 1}, 5) == Observation(content)
+        assert await environment.reward() is None
+        assert await environment.call("buy", {"count": 2}) == Reply("bought 2 tea", 1.0, done=False)
+        for kind, text in {
+            "dict": '{"a": [1, null], "é": "{2}"}',
+            "none": "null",
+            "pair": "[1, 2]",
+            "half": "?!",
+        }.items():
+            assert await environment.call("show", {"kind": kind}) == Reply(text, None, done=False)
+        await environment.call("buy", {})
+        assert (await environment.call("buy", {})).done
+        await environment.close()
+
+    run(pool, test)
+
+
+def test_what_does_not_fit_is_for_the_model_to_read(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop")
+
+    async def test(_: Described) -> None:
+        async with opened(pool, {"item": "tea"}) as environment:
+            replies = {
+                "there is no tool sell; the tools are buy, show": ("sell", {}),
+                "there is no tool reset; the tools are buy, show": ("reset", {}),
+                "show: missing kind and unknown x; its arguments are kind": ("show", {"x": 1}),
+                "KeyError: 'nothing'": ("show", {"kind": "nothing"}),
+            }
+            for text, call in replies.items():
+                assert await environment.call(*call) == Reply(text, None, done=False, error=True)
+
+    run(pool, test)
+
+
+def test_a_seed_sets_what_the_class_draws_and_a_column_of_its_name_wins(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop", processes=3)
+
+    async def test(_: Described) -> None:
+        async def draw(seed: int) -> str:
+            async with opened(pool, {"item": "x"}, seed) as environment:
+                return str((await environment.call("show", {"kind": "draw"})).text)
+
+        first, again, other = await asyncio.gather(draw(1), draw(1), draw(2))
+        assert first == again != other
+        assert first == await draw(1)  # in a process that had another episode
+        environment = await pool.open()
+        observation = await environment.reset({"item": "x", "seed": 77}, 1)
+        assert observation.content == [{"role": "user", "content": "x 77"}]
+        await environment.close()
+
+    run(pool, test)
+
+
+def test_functions_need_no_class(tmp_path: Path) -> None:
+    code = '''
+        from helper import PLUS
+
+        def add(a: float, b: float) -> float:
+            """Add two numbers."""
+            return a + b + PLUS
+
+        async def now() -> str:
+            """Say the time."""
+            return "late"
+    '''
+    written(tmp_path, "PLUS = 0.5", "helper.py")
+    name = written(tmp_path, code)
+    pool = make_pool(tmp_path, tools=(f"{name}:add", f"{name}:now"))
+    written(tmp_path, "PLUS = 99", "helper.py")  # the code is as it was when the pool was made
+
+    async def test(described: Described) -> None:
+        assert (described.mode, described.name, described.gives_reward) == ("tools", "tools", False)
+        environment = await pool.open()
+        assert await environment.reset({}, 0) == Observation(None)
+        assert await environment.call("add", {"a": 1, "b": 2}) == Reply("3.5", None, done=False)
+        assert await environment.call("now", {}) == Reply("late", None, done=False)
+        await environment.close()
+
+    run(pool, test)
+
+
+def test_another_interpreter_needs_the_standard_library_alone(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    code = '''
+        import importlib.util, sys
+
+        def found() -> list:
+            """Say what is there."""
+            return [name for name in ("numpy", "pydantic", "torch") if importlib.util.find_spec(name)] + [sys.prefix]
+    '''
+    setup = EnvironmentSetup(tools=(written(tmp_path, code) + ":found",), base=str(tmp_path))
+    pool = EnvironmentPool(
+        setup,
+        processes=1,
+        call_timeout_s=LIMIT_S,
+        memory_MiB=64,
+        log_path=tmp_path / "log",
+        python=str(tmp_path / "bare/bin/python"),
+        env={"PYTHONPATH": ""},
+    )
+
+    async def test(_: Described) -> None:
+        async with opened(pool) as environment:
+            assert (await environment.call("found", {})).text == f'["{tmp_path / "bare"}"]'
+
+    run(pool, test)

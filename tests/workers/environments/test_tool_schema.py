@@ -1,0 +1,130 @@
+"""Schemas of tools are those that transformers makes of the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal, Optional, Union
+
+import pytest
+
+from specs.errors import RewardError
+from workers.environments.tool_schema import schema_of
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def plain(x: int, y: float = 2.0, z: bool = False) -> float:
+    """
+    Add numbers, as one does.
+
+    More about it: nothing.
+
+    Args:
+        x: The first number,
+            which goes on here
+        y: The second: a float
+        z: Whether to (choose one)
+
+    Returns:
+        The sum.
+    """
+    return x + y + z
+
+
+def containers(a: list[str], b: dict[str, int], c: list, d: dict, e: list[list[float]]):  # type: ignore[type-arg]
+    """Take them.
+
+    Args:
+        a: one
+        b: two
+        c: three
+        d: four
+        e: five
+
+    Raises:
+        ValueError: never
+    """
+
+
+def choices(
+    a: Literal["x", "y"],
+    b: Colour,
+    c: str | None,
+    d: Optional[int],  # noqa: UP045
+    e: Union[int, str],  # noqa: UP007
+    f: list[int] | str | None = None,
+    g: Any = None,
+    h: Literal[1, "one"] = 1,
+) -> None:
+    """Choose.
+
+    Args:
+        a: one
+        b: two
+        c: three
+        d: four
+        e: five
+        f: six
+        g: seven
+        h: eight
+    """
+
+
+def nothing() -> str:
+    """Do nothing."""
+    return ""
+
+
+class WithMethod:
+    def method(self, text: str) -> str:
+        """Return the text.
+
+        Args:
+            text: Some text.
+        """
+        return text
+
+
+@pytest.mark.parametrize("function", [plain, containers, choices, nothing, WithMethod.method])
+def test_it_is_the_schema_that_transformers_makes(function: Callable[..., Any]) -> None:
+    from transformers.utils import get_json_schema
+
+    function.__annotations__.pop("return", None)  # it would stand in theirs, and few templates and no server show it
+    assert schema_of(function) == get_json_schema(function)
+
+
+def test_it_knows_more_forms_of_docstrings_and_signatures() -> None:
+    def tool(x: int, *rest: int, y: str = "", **more: Any) -> None:
+        """Do it.
+
+        Arguments:
+            x (int): The number
+        """
+
+    assert schema_of(tool, "other") == {
+        "type": "function",
+        "function": {
+            "name": "other",
+            "description": "Do it.",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "description": "The number"}, "y": {"type": "string"}},
+                "required": ["x"],
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize("hint", [tuple[int], set[str], bytes, Literal[b"x"], WithMethod, Callable, bytes | None])
+def test_a_type_that_json_does_not_know(hint: Any) -> None:
+    def tool(x: Any) -> None:
+        """Do it."""
+
+    tool.__annotations__["x"] = hint
+    with pytest.raises(RewardError, match="tool tool: the type hint of x: ") as caught:
+        schema_of(tool)
+    assert "str, int, float" in caught.value.hint

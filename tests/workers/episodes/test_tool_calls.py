@@ -1,0 +1,194 @@
+"""Tool calls as models write them, well and badly: what is read of each, and what the model is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from workers.episodes.tool_calls import FORMATS, CallFormat, ToolCall, format_of
+
+ELEMENTS, HERMES, MISTRAL, LLAMA = FORMATS
+SCHEMAS = {
+    "add": {
+        "a": {"type": "integer"},
+        "b": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "note": {"type": "string"},
+        "exact": {"type": "boolean"},
+        "among": {"type": "array"},
+        "any": {},
+    }
+}
+# With text that ends calls elsewhere, and what a lenient parser would take for JSON.
+ARGUMENTS: dict[str, Any] = {
+    "a": -7,
+    "b": 2.5,
+    "note": 'é "</tool_call>"\n{NaN: \\u00e9}',
+    "exact": True,
+    "among": [1, {"x": None}],
+}
+
+
+def hermes(arguments: str, name: str = '"add"') -> str:
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def elements(arguments: dict[str, Any]) -> str:
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown.items())
+    return f"<tool_call>\n<function=add>\n{inner}</function>\n</tool_call>"
+
+
+def written(form: CallFormat, arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return {
+        ELEMENTS: lambda: elements(arguments),
+        HERMES: lambda: hermes(text),
+        MISTRAL: lambda: f'[TOOL_CALLS][{{"name": "add", "arguments": {text}, "id": "Ab3456789"}}]',
+        LLAMA: lambda: f'{{"name": "add", "parameters": {text}}}',
+    }[form]()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("arguments", [{}, {"a": 1}, ARGUMENTS])
+def test_a_call_is_read_as_it_was_written(form: CallFormat, arguments: dict[str, Any]) -> None:
+    found = form.parse(written(form, arguments), SCHEMAS)
+    id_ = "Ab3456789" if form is MISTRAL else "call00000"
+    assert (found.error, found.content, found.calls) == ("", "", (ToolCall("add", arguments, id_),))
+    message = found.calls[0].message()
+    assert message == {"type": "function", "id": id_, "function": {"name": "add", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'),
+        (LLAMA, '\n{"type": "function", "name": "add", "parameters": {"a": 1}}\n'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
+        (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}'),
+        (MISTRAL, '[TOOL_CALLS]add[CALL_ID]call00000[ARGS]{"a": 1}'),
+        (HERMES, '<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>'),
+        (ELEMENTS, "<function=add>\n<parameter=a>1</parameter></function>"),
+    ],
+)
+def test_other_ways_to_write_a_form(form: CallFormat, text: str) -> None:
+    assert form.parse(text, SCHEMAS).calls == (ToolCall("add", {"a": 1}, "call00000"),)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content"),
+    [
+        (HERMES, f"Let me see.\n{hermes('{}')}\n{hermes('{}')}", "Let me see."),
+        (HERMES, f"Let me see.{hermes('{}')} and {hermes('{}')} now", "Let me see. and  now"),
+        (ELEMENTS, f"So:\n\n{elements({})}\n{elements({})}", "So:"),
+        (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]', ""),
+        (MISTRAL, "So:[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]add[ARGS]{}", "So:"),
+    ],
+)
+def test_several_calls_and_the_text_around_them(form: CallFormat, text: str, content: str) -> None:
+    found = form.parse(text)
+    assert (found.content, found.error) == (content, "")
+    assert found.calls == (ToolCall("add", {}, "call00000"), ToolCall("add", {}, "call00001"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "text", ["", "It is 4.\n", '{"answer": {"parameters": 3}}', 'I write "name": 3', "<tool_response>\n4\n"]
+)
+def test_what_is_no_call_stays_as_it_is(form: CallFormat, text: str) -> None:
+    found = form.parse(text)
+    assert (found.content, found.calls, found.error) == (text, (), "")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "why"),
+    [
+        (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "its end is missing"),
+        (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1', "it is not JSON"),
+        (HERMES, f"{hermes('{}')}\n<tool_call>", "it is not JSON"),
+        (HERMES, hermes("{}") + hermes("{}}"), "its end is missing"),
+        (HERMES, hermes('{"a": NaN}'), "NaN is not a number in JSON"),
+        (HERMES, hermes('{"a": -Infinity}'), "-Infinity is not a number in JSON"),
+        (HERMES, hermes('{"a": 1e999}'), "1e999 is not a number in JSON"),
+        (HERMES, hermes(f'{{"a": {"9" * 5000}}}'), "it is not JSON"),
+        (HERMES, hermes('{"a": 1, "a": 2}'), "a key stands in it twice"),
+        (HERMES, hermes('{"a": {"b": 1, "b": 1}}'), "a key stands in it twice"),
+        (HERMES, hermes(r'"{\"a\": 1}"'), '"arguments" must be a JSON object'),
+        (HERMES, hermes("[1]"), '"arguments" must be a JSON object'),
+        (HERMES, hermes("null"), '"arguments" must be a JSON object'),
+        (HERMES, hermes(r'{"a": "\ud83d"}'), "it is not JSON"),
+        (HERMES, hermes('{"a": ' + "[" * 40 + "]" * 40 + "}"), "nested too deeply"),
+        (HERMES, hermes("[" * 100_000), "nested too deeply"),
+        (HERMES, hermes("__import__('os').system('true')"), "it is not JSON"),
+        (HERMES, hermes("{}", name='"<|im_start|>"'), "not the name of a function"),
+        (HERMES, hermes("{}", name="3"), "not the name of a function"),
+        (HERMES, '<tool_call>{"arguments": {}}</tool_call>', 'it has no "name"'),
+        (HERMES, '<tool_call>{"name": "add"}</tool_call>', 'it has no "arguments"'),
+        (HERMES, "<tool_call>3</tool_call>", "it is not a JSON object"),
+        (LLAMA, '{"name": "add", "parameters": {}} I hope so', "other text stands before it"),
+        (LLAMA, '{"name": "add", "arguments": {}}', 'it has no "parameters"'),
+        (LLAMA, "<|python_tag|>add(1, 2)", "it is not JSON"),
+        (MISTRAL, "[TOOL_CALLS]add(1)", "it is not JSON"),
+        (MISTRAL, "[TOOL_CALLS][3]", "it is not a JSON object"),
+        (MISTRAL, "[TOOL_CALLS]add[ARGS]3", '"arguments" must be a JSON object'),
+        (ELEMENTS, "<tool_call>\n{}\n</tool_call>", "its end is missing"),
+        (ELEMENTS, "<function=add>\n<parameter=a>\n1\n</function>", "its end is missing"),
+        (
+            ELEMENTS,
+            "<function=add><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+            "stands in it twice",
+        ),
+        (ELEMENTS, "<function=a b></function>", "not the name of a function"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why_and_how_to_write_one(form: CallFormat, text: str, why: str) -> None:
+    found = form.parse(text)
+    assert why in found.error
+    assert form.shape in found.error
+    assert (found.content, found.calls) == (text, ()), "no call of a turn counts, and nothing is lost"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_the_model_is_told_to_write_can_be_read(form: CallFormat) -> None:
+    found = form.parse(form.shape.replace(": VALUE", ": 1"))
+    assert [(call.name, *call.arguments) for call in found.calls] == [("NAME", "KEY")]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("a", "12", 12),
+        ("a", "twelve", "twelve"),
+        ("a", "1 2", "1 2"),
+        ("b", "null", None),
+        ("b", "None", None),
+        ("b", "NaN", "NaN"),
+        ("exact", "True", True),
+        ("exact", "false", False),
+        ("note", "12", "12"),
+        ("note", "\n  two\nlines \n", "\n  two\nlines \n"),
+        ("any", "12", "12"),
+        ("unknown", "[1]", "[1]"),
+    ],
+)
+def test_elements_are_what_their_schema_says(key: str, text: str, value: Any) -> None:
+    found = ELEMENTS.parse(f"<function=add>\n<parameter={key}>\n{text}\n</parameter>\n</function>", SCHEMAS)
+    assert found.calls[0].arguments == {key: value}
+    assert type(found.calls[0].arguments[key]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ('{{ "<tool_call>\\n{\\"name\\": \\"" + c.name + "\\", \\"arguments\\": " }}', HERMES),
+        ("""{{ '<tool_call>\\n{"name": "' + c.name + '", "arguments": ' }}""", HERMES),
+        ("{{ '<tool_call>\\n<function=' + c.name + '>' }}", ELEMENTS),
+        ("""{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", LLAMA),
+        ("{{ '[TOOL_CALLS][' }}", MISTRAL),
+        ("{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>{{ c.arguments }}", None),
+        ("{{ m.content }}", None),
+    ],
+)
+def test_a_template_tells_its_form(template: str, form: CallFormat | None) -> None:
+    assert format_of(template) is form

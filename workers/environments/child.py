@@ -1,0 +1,263 @@
+"""Answer the requests of one episode after another, in a process that was forked for it.
+
+JSON lines over a socket: first what there is (`{"mode": ..., "tools": ...}`) or `{"error": ..., "hint": ...}`, then a
+line for each request, or `{"failed": text}` where the episode cannot go on, each with the number `n` of the request.
+While an agent runs, its requests to the sampler, `{"chat": ...}`, go the other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import json
+import os
+import random
+import resource
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from specs.errors import RewardError
+from workers.environments.loaded import Loaded, add_tool, keywords
+from workers.environments.mcp_tools import server_tools
+from workers.environments.replies import (
+    Lost,
+    as_content,
+    as_reward,
+    as_text,
+    first,
+    has_reward,
+    in_one_line,
+    step_outcome,
+    wrong_arguments,
+)
+from workers.grading.child import as_number, describe
+
+READ_BYTES = 1 << 16
+
+
+class Pipe:
+    """JSON lines on a socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.request = 0  # number of the one that is being answered
+        self._in = bytearray()
+        self._owner = os.getpid()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a line. Values that JSON does not know become text, halves of surrogate pairs question marks."""
+        if os.getpid() != self._owner:  # user code forked and the copy returned here: only the original may answer
+            os._exit(1)
+        text = json.dumps({"n": self.request, **message}, ensure_ascii=False, default=str)
+        self.end.sendall(text.encode(errors="replace") + b"\n")
+
+    def receive(self) -> Any:
+        while (message := self.received()) is None:
+            self.read()
+        return message
+
+    def received(self) -> Any:
+        """Return the next message of those that were read; None if there is none."""
+        end = self._in.find(b"\n") + 1
+        if not end:
+            return None
+        line = bytes(self._in[:end])
+        del self._in[:end]
+        return json.loads(line)
+
+    def read(self) -> None:
+        chunk = self.end.recv(READ_BYTES)
+        if not chunk:  # the parent is gone, or done with this process
+            os._exit(0)
+        self._in += chunk
+
+
+class Client:
+    """The sampler, for an agent."""
+
+    def __init__(self, pipe: Pipe, loop: asyncio.AbstractEventLoop) -> None:
+        self._pipe, self._loop = pipe, loop
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> dict[str, Any]:
+        """Return the model's message. Several may be asked for at once. Raises RuntimeError where the episode's limits
+        allow no more."""
+        number = next(self._numbers)
+        answer = self._waiting[number] = self._loop.create_future()
+        self._pipe.send({"chat": number, "messages": messages, "max_tokens": max_tokens})
+        reply = await answer
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return dict(reply["message"])
+
+    def read(self) -> None:
+        """Hand out answers that came."""
+        self._pipe.read()
+        while (reply := self._pipe.received()) is not None:
+            waiting = self._waiting.pop(reply["chat"])
+            if not waiting.done():
+                waiting.set_result(reply)
+
+
+class Session:
+    """The user's environment, a fresh instance for each episode; MCP servers stay from one to the next."""
+
+    def __init__(self, loaded: Loaded, base: str, pipe: Pipe, memory_MiB: int) -> None:
+        self._loaded, self._base, self._pipe = loaded, base, pipe
+        self._tools = dict(loaded.tools)
+        self._instance: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._held: set[asyncio.Task[None]] = set()
+        asyncio.set_event_loop(self._loop)
+        _limit_memory(memory_MiB)
+
+    def serve(self) -> None:
+        self._pipe.send(self._describe())
+        self._servers, self._own_tasks = children(), asyncio.all_tasks(self._loop)
+        while True:
+            message = self._pipe.receive()
+            if "do" not in message:  # an answer that its agent did not wait for
+                continue
+            self._pipe.request = message["n"]
+            try:
+                answer = self._answer(message)
+            except BaseException as error:  # user code may raise anything
+                answer = {"failed": in_one_line(error)}
+            self._pipe.send(answer)
+
+    def _describe(self) -> dict[str, Any]:
+        try:
+            for command in self._loaded.servers:
+                for tool in self._loop.run_until_complete(server_tools(command, self._base, self._held)):
+                    add_tool(self._tools, tool)
+        except RewardError as error:
+            return {"error": error.message, "hint": error.hint}
+        loaded = self._loaded
+        return {
+            "mode": loaded.mode,
+            "tools": [tool.schema for tool in self._tools.values()],
+            "name": loaded.name,
+            "takes_seed": loaded.takes_seed,
+            "gives_reward": loaded.gives_reward,
+        }
+
+    def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        match message["do"]:
+            case "reset":
+                return {"content": self._reset(message["row"], message["seed"])}
+            case "call":
+                return self._call(message["name"], message["arguments"])
+            case "step":
+                return self._step(message["text"])
+            case "reward":
+                return {"reward": self._reward()}
+            case "run":
+                return self._run(message["task"])
+        return {"clean": self._end()}
+
+    def _finish(self, value: Any) -> Any:
+        """Return what a call returned, after it was awaited where it is async."""
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+    def _reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        _seed_generators(seed)
+        if self._loaded.kind is None:
+            return None
+        self._instance = self._loaded.kind()
+        if not hasattr(self._instance, "reset"):  # SkyRL-Gym's `init` is given the prompt, and returns it
+            prompt = row.get("messages", row.get("prompt"))
+            prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            content = first(self._finish(self._instance.init(prompt)))
+            return as_content((content[len(prompt) :] or None) if content[: len(prompt)] == prompt else content)
+        reset = self._instance.reset
+        return as_content(first(self._finish(reset(**keywords(reset, {"seed": seed, **row})))))
+
+    def _call(self, name: str, arguments: Any) -> dict[str, Any]:
+        tool = self._tools.get(name)
+        if tool is None or (wrong := wrong_arguments(name, tool.schema["function"]["parameters"], arguments)):
+            text = wrong if tool else f"there is no tool {name}; the tools are {', '.join(self._tools)}"
+            return {"text": text, "reward": None, "done": False, "error": True}
+        reward, failed = None, False
+        try:
+            value = self._finish((tool.function or getattr(self._instance, name))(**arguments))
+            if has_reward(value):
+                value, reward = value
+            text = as_text(value)
+        except Lost:
+            raise
+        except BaseException as error:  # user code: sys.exit() too is this call's failure only
+            text, failed = in_one_line(error), True
+        return {"text": text, "reward": as_reward("a tool", reward), "done": self._done(), "error": failed}
+
+    def _done(self) -> bool:
+        done = getattr(self._instance, "done", False)
+        return not callable(done) and bool(done)
+
+    def _step(self, text: str) -> dict[str, Any]:
+        content, reward, done, truncated = step_outcome(self._finish(self._instance.step(text)))
+        done = done or truncated or self._done()
+        return {"text": content, "reward": reward, "done": done, "truncated": truncated, "error": False}
+
+    def _reward(self) -> float | None:
+        if not self._loaded.gives_reward:
+            return None
+        value = self._finish(self._instance.get_reward())
+        number = as_number(value)
+        if number is None:
+            raise Lost(f"get_reward gave {describe(value)}")
+        return number
+
+    def _run(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        _seed_generators(task.get("seed"))
+        assert self._loaded.agent is not None
+        client = Client(self._pipe, self._loop)
+        self._loop.add_reader(self._pipe.end, client.read)
+        try:
+            value = self._finish(self._loaded.agent(task, client))
+        finally:
+            self._loop.remove_reader(self._pipe.end)
+        table = dict(value) if isinstance(value, Mapping) else {"reward": value}
+        reward = as_reward("the agent", table.pop("reward", None))
+        table |= table.pop("metrics", None) or {}
+        return {
+            "reward": reward,
+            "metrics": {name: n for name, one in table.items() if (n := as_number(one)) is not None},
+        }
+
+    def _end(self) -> bool:
+        """Drop the instance; return whether nothing of the episode is left running."""
+        instance, self._instance = self._instance, None
+        if self._loaded.mode == "text" and callable(getattr(instance, "close", None)):
+            self._finish(instance.close())
+        return children() == self._servers and asyncio.all_tasks(self._loop) <= self._own_tasks
+
+
+def children() -> set[int]:
+    """Return this process's children; of a subreaper also what its descendants left behind (Linux)."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found.update(map(int, thread.read_text().split()))
+    return found
+
+
+def _limit_memory(memory_MiB: int) -> None:
+    """Limit what this process and each that it starts may allocate beyond what it has now. Address space is no measure:
+    interpreters of other languages reserve much more than they use."""
+    now = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limit = now + (memory_MiB << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _seed_generators(seed: Any) -> None:
+    """Seed the global generators: forked processes would draw the same numbers in every episode."""
+    seed = seed if isinstance(seed, int) else None
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(None if seed is None else seed % 2**32)

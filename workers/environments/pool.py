@@ -1,0 +1,241 @@
+"""Hold users' environments in isolated processes, each serving one episode at a time; all of it in one event loop.
+
+An episode whose process hangs, dies or is cancelled is lost; the others, and the pool, are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from specs.errors import RewardError
+from workers.environments.environment_process import EnvironmentLost as EnvironmentLost
+from workers.environments.environment_process import EnvironmentProcess, Zygote
+from workers.grading.grader_process import KILL_WAIT_S, encode
+from workers.grading.reward_sources import read_sources
+from workers.watchdog import kill_marked
+
+LOG_BYTES = 64 << 20  # size limit of the log of what environments print
+_MARK = "RLCTL_ENVIRONMENTS"
+
+Chat = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class EnvironmentSetup:
+    """Name what to run: a class (`path`), tools, or an agent. Relative files start at the folder `base`."""
+
+    path: str = ""
+    tools: tuple[str, ...] = ()
+    agent: str = ""
+    base: str = "."
+
+
+@dataclass(frozen=True)
+class Described:
+    """Describe the user's code. `tools` are as chat templates take them; `gives_reward`: it has `get_reward`."""
+
+    mode: Literal["tools", "text", "agent"]
+    tools: tuple[dict[str, Any], ...]
+    name: str
+    takes_seed: bool
+    gives_reward: bool
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Hold what `reset` returned: text, messages, or nothing."""
+
+    content: str | list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Hold what a call returned. `error`: the tool raised, or there is no such tool; the text is for the model."""
+
+    text: str | list[dict[str, Any]]
+    reward: float | None
+    done: bool
+    truncated: bool = False
+    error: bool = False
+
+
+class EnvironmentPool:
+    """At most `processes` environments that are open at once."""
+
+    def __init__(
+        self,
+        setup: EnvironmentSetup,
+        *,
+        processes: int,
+        call_timeout_s: float,
+        memory_MiB: int,
+        log_path: Path,
+        sources: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        env: Mapping[str, str] = MappingProxyType({}),
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        """`sources`: the code of the setup's files (`read_sources`); None: as it is now. `env`: variables of the
+        processes besides those of this one."""
+        files = [name for name in (setup.path, *setup.tools, setup.agent) if name and not name.startswith("mcp:")]
+        sources = read_sources([{"path": name} for name in files], setup.base) if sources is None else dict(sources)
+        self._hello = encode({"setup": asdict(setup), "sources": sources, "memory_MiB": memory_MiB})
+        self.call_timeout_s, self.start_timeout_s, self.log_path = call_timeout_s, start_timeout_s, log_path
+        self._python, self._env = python, {**env, _MARK: secrets.token_hex(8)}
+        self._slots = asyncio.Semaphore(processes)
+        self._starting = asyncio.Semaphore(max(os.cpu_count() or 1, 2))
+        self._zygote: Zygote | None = None
+        self._zygote_lock = asyncio.Lock()
+        self._idle: list[EnvironmentProcess] = []
+        self._closed = False
+
+    async def start(self) -> Described:
+        """Return what the user's code is. Raises RewardError where it cannot be run."""
+        try:
+            process = await self._fork()
+        except EnvironmentLost as lost:
+            await self.close()
+            hint = lost.hint or f"see {self.log_path}"
+            raise RewardError(f"the environment cannot start: {lost}", hint=hint) from None
+        except BaseException:
+            await self.close()
+            raise
+        self._idle.append(process)
+        return Described(**{**process.description, "tools": tuple(process.description["tools"])})
+
+    async def open(self) -> Environment:
+        """Return an environment, as soon as fewer than `processes` are open. Raises EnvironmentLost."""
+        await self._slots.acquire()
+        try:
+            while self._idle:
+                process = self._idle.pop()
+                if not process.dead:
+                    return Environment(self, process)
+            return Environment(self, await self._fork())
+        except BaseException:
+            self._slots.release()
+            raise
+
+    async def close(self) -> None:
+        """End all processes, also those of open environments, and whatever they started."""
+        self._closed = True
+        if self._zygote is not None:
+            await self._zygote.end()
+        await asyncio.to_thread(kill_marked, f"{_MARK}={self._env[_MARK]}", KILL_WAIT_S)
+
+    async def _fork(self) -> EnvironmentProcess:
+        async with self._starting:
+            try:
+                async with asyncio.timeout(self.start_timeout_s):
+                    zygote = await self._ready_zygote()
+                    return await EnvironmentProcess.fork(zygote)
+            except TimeoutError:
+                raise EnvironmentLost("timeout", f"not ready after {self.start_timeout_s:g} s") from None
+
+    async def _ready_zygote(self) -> Zygote:
+        """Return the process that forks; one that ended is replaced."""
+        async with self._zygote_lock:
+            if self._closed:
+                raise RewardError("the pool is closed")
+            if self._zygote is None or self._zygote.gone:
+                self._zygote = Zygote(self._hello, self.log_path, self._python, self._env)
+            await asyncio.shield(self._zygote.ready)
+            return self._zygote
+
+    def _take_back(self, process: EnvironmentProcess, clean: bool) -> None:
+        if clean and not process.dead and not self._closed:
+            self._idle.append(process)
+        else:
+            process.kill()
+        self._slots.release()
+        if self.log_path.stat().st_size > LOG_BYTES:
+            os.truncate(self.log_path, 0)  # the processes append, so they continue at the new end
+
+
+class Environment:
+    """One episode's environment. One call at a time; a call that is cancelled, or raises, ends its process."""
+
+    def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess) -> None:
+        self._pool, self._process = pool, process
+        self._closed = False
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begin an episode with a row of the data. Raises EnvironmentLost, as all that follow."""
+        return Observation((await self._ask({"do": "reset", "row": dict(row), "seed": seed}))["content"])
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call a tool."""
+        return Reply(**await self._ask({"do": "call", "name": name, "arguments": arguments}))
+
+    async def step(self, text: str) -> Reply:
+        """Give what the model wrote to an environment that replies to text."""
+        return Reply(**await self._ask({"do": "step", "text": text}))
+
+    async def reward(self) -> float | None:
+        """Return what `get_reward` gives; None where there is none."""
+        value: float | None = (await self._ask({"do": "reward"}))["reward"]
+        return value
+
+    async def run_agent(self, task: Mapping[str, Any], chat: Chat) -> dict[str, Any]:
+        """Run the agent; return its `reward` (or None) and `metrics`. `chat` answers its requests; where it raises, the
+        agent gets a RuntimeError, and if that ends the agent, it is raised here. There is no limit of time."""
+        failures: list[Exception] = []
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def answer(request: Mapping[str, Any]) -> None:
+            try:
+                reply: dict[str, Any] = {"message": await chat(request)}
+            except Exception as error:
+                failures.append(error)
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            with suppress(EnvironmentLost):  # whoever receives sees it too
+                self._process.send({"chat": request["chat"], **reply})
+
+        with self._process.killed_on_error():
+            self._process.request({"do": "run", "task": dict(task)})
+            try:
+                while "chat" in (message := await self._process.receive()):
+                    tasks.add(asyncio.create_task(answer(message)))
+            finally:
+                for each in tasks:
+                    each.cancel()
+            if "failed" in message:
+                raise failures[0] if failures else EnvironmentLost("crash", message["failed"])
+            return message
+
+    async def close(self, *, reuse: bool = True) -> None:
+        """Give the environment back; its process serves another episode if nothing is left running in it, and
+        `reuse`."""
+        if self._closed:
+            return
+        self._closed = True
+        clean = False
+        try:
+            if reuse and not self._process.dead and not self._process.busy:
+                clean = bool((await self._ask({"do": "end"}))["clean"])
+        except EnvironmentLost:
+            pass
+        finally:
+            self._pool._take_back(self._process, clean)
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        limit_s = self._pool.call_timeout_s
+        with self._process.killed_on_error():
+            self._process.request(message)
+            try:
+                async with asyncio.timeout(limit_s):
+                    answer = await self._process.receive()
+            except TimeoutError:
+                raise EnvironmentLost("timeout", f"no answer within {limit_s:g} s") from None
+            if "failed" in answer:
+                raise EnvironmentLost("crash", answer["failed"])
+            return answer

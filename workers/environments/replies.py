@@ -1,0 +1,98 @@
+"""Read what users' environments return and raise, and say to the model what is wrong with a call."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+from workers.grading.child import as_number, describe
+
+TEXT_CHARACTERS = 1 << 20  # of a reply; more would not fit into any episode
+ERROR_CHARACTERS = 500
+
+
+class Lost(Exception):
+    """The episode cannot go on."""
+
+
+def wrong_arguments(name: str, parameters: Mapping[str, Any], arguments: Any) -> str:
+    """Return what the model should know about arguments that do not fit; empty if they do."""
+    if not isinstance(arguments, dict):
+        return f"{name}: the arguments are no JSON object"
+    known = parameters.get("properties", {})
+    missing = [each for each in parameters.get("required", ()) if each not in arguments]
+    unknown = [each for each in arguments if each not in known and not parameters.get("additionalProperties")]
+    if not missing and not unknown:
+        return ""
+    wrong = [f"{word} {', '.join(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
+    return f"{name}: {' and '.join(wrong)}; its arguments are {', '.join(known) or 'none'}"
+
+
+def has_reward(value: Any) -> bool:
+    """Return whether a tool gave `(text, reward)`."""
+    if not isinstance(value, tuple) or len(value) != 2 or isinstance(value[1], bool):
+        return False
+    return isinstance(value[0], str) and isinstance(value[1], Real)
+
+
+def as_reward(what: str, value: Any) -> float | None:
+    """Return a reward, None if there is none. Raises Lost where it is no finite number."""
+    number = None if value is None else as_number(value)
+    if number is None and value is not None:
+        raise Lost(f"{what} gave {describe(value)}")
+    return number
+
+
+def first(value: Any) -> Any:
+    """Return the observation of `(observation, info)`."""
+    return value[0] if isinstance(value, tuple) and len(value) == 2 else value
+
+
+def step_outcome(value: Any) -> tuple[Any, float | None, bool, bool]:
+    """Return content, reward, done and truncated of what `step` gave: text, the tuples of gymnasium (five values, four
+    in old versions) or the dict of SkyRL-Gym. Raises Lost for other tuples and bad rewards."""
+    reward: Any = None
+    done: Any = False
+    truncated: Any = False
+    table = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    if "observations" in table:
+        value, reward, done = table["observations"], table.get("reward"), table.get("done")
+    elif isinstance(value, tuple) and len(value) == 5:
+        value, reward, done, truncated, _ = value
+    elif isinstance(value, tuple) and len(value) == 4:
+        value, reward, done, _ = value
+    elif isinstance(value, tuple):
+        raise Lost(f"step returned {len(value)} values, not (observation, reward, terminated, truncated, info)")
+    return as_content(value) or "", as_reward("step", reward), bool(done), bool(truncated)
+
+
+def as_content(value: Any) -> Any:
+    """Return None and a list of messages as they are, anything else as text."""
+    if value is None or (isinstance(value, list) and all(isinstance(one, Mapping) and "role" in one for one in value)):
+        return value
+    return as_text(value)
+
+
+def as_text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+    if len(text) > TEXT_CHARACTERS:
+        text = f"{text[:TEXT_CHARACTERS]}… (the first {TEXT_CHARACTERS} of {len(text)} characters)"
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Return the numbers of an array, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an exception in one line; the log has its traceback."""
+    with suppress(BaseException):  # user code: an exception's own __str__
+        traceback.print_exception(error)
+        text = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
+        return " ".join(text.split())[:ERROR_CHARACTERS]
+    return type(error).__name__

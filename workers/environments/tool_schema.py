@@ -1,0 +1,117 @@
+"""Describe a function as a tool for the model, from its type hints and its docstring in Google style."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from specs.errors import RewardError
+
+_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):[ \t]*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+
+
+def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
+    """Return the tool as chat templates take it. Raises RewardError for a parameter without a hint, or with one that is
+    no JSON type, and for a function without a docstring."""
+    name = name or function.__name__
+    text = inspect.cleandoc(function.__doc__ or "")
+    if not text:
+        raise RewardError(f"tool {name} has no docstring", hint="say in it what the tool does: the model reads it")
+    description, about = _read_docstring(text)
+    parameters = tool_parameters(function)
+    properties = {each.name: _property(name, function, each) for each in parameters}
+    for parameter, schema in properties.items():
+        if parameter in about:
+            schema["description"] = about[parameter]
+    inner: dict[str, Any] = {"type": "object", "properties": properties}
+    if required := [each.name for each in parameters if each.default is each.empty]:
+        inner["required"] = required
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": inner}}
+
+
+def tool_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return what the model can fill in: no `self`, no `*args` and `**kwargs`."""
+    given = list(inspect.signature(function).parameters.values())
+    if given and given[0].name in ("self", "cls") and given[0].annotation is inspect.Parameter.empty:
+        given = given[1:]
+    return [each for each in given if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parameter) -> dict[str, Any]:
+    if parameter.annotation is parameter.empty:
+        raise RewardError(
+            f"tool {tool}: {parameter.name} has no type hint", hint=f"write {parameter.name}: str, or another type"
+        )
+    try:
+        return _schema_of_hint(get_type_hints(function)[parameter.name])
+    except (NameError, TypeError, ValueError) as error:
+        hint = "use str, int, float, bool, list[…], dict[str, …], Literal[…], an Enum or X | None"
+        raise RewardError(f"tool {tool}: the type hint of {parameter.name}: {error}", hint=hint) from None
+
+
+def _schema_of_hint(hint: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type hint, as transformers' `get_json_schema` writes it. Raises TypeError."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return {}
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    if origin is Literal:
+        return _choices(list(inner))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _choices([member.value for member in hint])
+    if origin in (Union, types.UnionType):
+        return _union([_schema_of_hint(each) for each in inner if each is not type(None)], type(None) in inner)
+    if origin is list and inner:
+        return {"type": "array", "items": _schema_of_hint(inner[0])}
+    if origin is dict and inner:
+        return {"type": "object", "additionalProperties": _schema_of_hint(inner[1])}
+    raise TypeError(f"{hint} is no JSON type")
+
+
+def _union(members: list[dict[str, Any]], nullable: bool) -> dict[str, Any]:
+    if len(members) == 1:
+        schema = members[0]
+    elif all(member.keys() == {"type"} and isinstance(member["type"], str) for member in members):
+        names = sorted({member["type"] for member in members})
+        schema = {"type": names[0] if len(names) == 1 else names}
+    else:
+        schema = {"anyOf": members}
+    return {**schema, "nullable": True} if nullable else schema
+
+
+def _choices(values: list[Any]) -> dict[str, Any]:
+    if any(type(value) not in _TYPES for value in values):
+        raise TypeError(f"{values} holds what JSON does not know")
+    names = list(dict.fromkeys(_TYPES[type(value)] for value in values))
+    return {"type": names[0] if len(names) == 1 else names, "enum": values}
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return what stands before the first section, and the description of each argument."""
+    parts = _SECTION.split(text)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    about: dict[str, str] = {}
+    block = textwrap.dedent(sections.get("Args", sections.get("Arguments", "")))
+    name = ""
+    for line in filter(str.strip, block.splitlines()):
+        if not line[0].isspace() and (found := _ARGUMENT.match(line)):
+            name, about[found[1]] = found[1], found[2].strip()
+        elif name:
+            about[name] = f"{about[name]} {line.strip()}".strip()
+    return parts[0].strip(), about

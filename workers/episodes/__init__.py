@@ -1,0 +1,1 @@
+"""Play episodes of several turns: what the model samples, its tool calls, and the replies appended to it."""

@@ -1,0 +1,237 @@
+"""Runs the episodes of a rank, in an event loop of its own: each is a task that waits for its environment or for the
+sampler, and what is ready at the same time travels together."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.hf.tokenizer import TextCodec
+from specs.errors import RewardError
+from specs.schema.environment import EnvironmentSection
+from specs.wire import bodies
+from specs.wire.batch import Batch, Column
+from specs.wire.role_config import RewardConfig
+from workers.chat_renderer import renderer_of
+from workers.environments.pool import Described, EnvironmentPool, EnvironmentSetup
+from workers.episodes.chat_turns import ChatTurns
+from workers.episodes.episode import Episode
+from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of
+from workers.serve import Emit, Reply, Request
+
+_CLOSE_S = 10.0
+
+
+class EpisodeRunner:
+    """The environments of a rank of the reward role. Use `episodes`, `turns` and `close` from one thread."""
+
+    def __init__(self, config: RewardConfig, codec: TextCodec, rank: int, log_path: Path) -> None:
+        """Start what the environments need. Raises RewardError where one cannot be made, ModelError for a chat template
+        that cannot show its tools."""
+        self._config, self._codec, self.rank = config, codec, rank
+        self._renderer = renderer_of(codec)
+        self._chats: dict[str, ChatTurns] = {}  # by their tools
+        self._pools = {
+            section.name: EnvironmentPool(
+                EnvironmentSetup(section.path, section.tools, section.agent, config.spec_dir),
+                processes=section.processes,
+                call_timeout_s=section.call_timeout_s,
+                memory_MiB=section.memory_MiB,
+                log_path=log_path,
+                sources=config.sources,
+            )
+            for section in config.environments
+        }
+        self._sections = {section.name: section for section in config.environments}
+        self._described: dict[str, Described] = {}
+        self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}  # for the sampler, by sample
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self) -> None:
+        for name, pool in self._pools.items():
+            self._described[name] = await pool.start()
+            self.chat(self._described[name].tools)
+
+    def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
+        """Return the chat template with these tools."""
+        key = json.dumps(tools)
+        if key not in self._chats:
+            self._chats[key] = ChatTurns(self._codec, self._renderer, tools)
+        return self._chats[key]
+
+    # ── calls of the rank ─────────────────────────────────────────────────────────────────────────
+
+    def episodes(self, call: Request[bodies.Episodes], emit: Emit) -> Future[Reply]:
+        """Begin episodes. Parts ask for turns, name episodes that have ended, or bring the samples of whole groups."""
+        return asyncio.run_coroutine_threadsafe(_Batch(self, emit).run(self._tasks(call)), self._loop)
+
+    def turns(self, call: Request[bodies.Nothing]) -> None:
+        """Hand on what the sampler wrote."""
+        batch = call.batch
+        written = batch["loss_mask_T"] != 0
+        for index, id_ in enumerate(batch["id_B"].tolist()):
+            of_turn = np.flatnonzero(written[batch.offsets[index] : batch.offsets[index + 1]]) + batch.offsets[index]
+            turn = SampledTurn(
+                batch["tokens_T"][of_turn].tolist(),
+                batch["rollout_logprob_T"][of_turn].tolist(),
+                bool(batch["finished_B"][index]),
+                int(batch["version_B"][index]),
+            )
+            self._loop.call_soon_threadsafe(self._hand_on, id_, turn)
+
+    def _hand_on(self, id_: int, turn: SampledTurn) -> None:
+        future = self._waiting.pop(id_, None)
+        if future is not None and not future.done():
+            future.set_result(turn)
+
+    def close(self) -> None:
+        """Break off what is under way, and end every environment."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        self._renderer.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for pool in self._pools.values():
+            await pool.close()
+
+    # ── what an episode needs ─────────────────────────────────────────────────────────────────────
+
+    def _tasks(self, call: Request[bodies.Episodes]) -> list[Task]:
+        batch, rows = call.batch, call.body.rows
+        prompts = batch.sequences("tokens_T")
+        greedy_B = batch.columns.get("greedy_B", np.zeros(len(batch), np.uint8)).tolist()
+        names = zip(*(batch[f"{name}_B"].tolist() for name in ("id", "group", "rollout", "row")), strict=True)
+        return [
+            Task(
+                id_,
+                group,
+                rollout,
+                row,
+                bool(greedy_B[index]),
+                _seed_of(self._config.seed, group),
+                prompts[index].tolist(),
+                rows[str(row)].values,
+                rows[str(row)].messages or (),
+            )
+            for index, (id_, group, rollout, row) in enumerate(names)
+        ]
+
+    def section_of(self, task: Task) -> EnvironmentSection:
+        """Return the environment that a row names."""
+        if len(self._sections) == 1:
+            return next(iter(self._sections.values()))
+        column = self._config.environment_column
+        name = task.values.get(column)
+        if name not in self._sections:
+            known = ", ".join(self._sections)
+            raise RewardError(f"column {column!r} names the environment {name!r}; the spec has {known}")
+        return self._sections[str(name)]
+
+    async def play(self, task: Task, batch: _Batch) -> Trajectory:
+        """Run one episode."""
+        section = self.section_of(task)
+        described = self._described[section.name]
+        turn_tokens = self._config.max_response_tokens
+        return await Episode(task, section, described, self.chat, batch.draw, turn_tokens).run(
+            self._pools[section.name]
+        )
+
+    def wait_for(self, id_: int) -> asyncio.Future[SampledTurn]:
+        """Return the turn to come of a sample."""
+        future = self._waiting[id_] = self._loop.create_future()
+        return future
+
+
+class _Batch:
+    """Episodes of one call. What comes up in the same round of the event loop is sent together."""
+
+    def __init__(self, runner: EpisodeRunner, emit: Emit) -> None:
+        self._runner, self._emit = runner, emit
+        self._asked: list[tuple[Task, int, Sample, int]] = []
+        self._ended: list[int] = []
+        self._groups: list[Trajectory] = []  # of groups that are complete
+        self._round: asyncio.Handle | None = None
+
+    async def run(self, tasks: Sequence[Task]) -> Reply:
+        """Play all of them; their samples leave in parts, group by group."""
+        groups: dict[int, list[Task]] = defaultdict(list)
+        for task in tasks:
+            groups[task.group].append(task)
+        async with asyncio.TaskGroup() as running:
+            for members in groups.values():
+                running.create_task(self._play_group(members))
+        self._send()
+        return {}, {}
+
+    async def _play_group(self, members: Sequence[Task]) -> None:
+        self._groups += await asyncio.gather(*(self._play(task) for task in members))
+        self._send_soon()
+
+    async def _play(self, task: Task) -> Trajectory:
+        trajectory = await self._runner.play(task, self)
+        self._ended.append(task.rollout)
+        self._send_soon()
+        return trajectory
+
+    async def draw(self, task: Task, number: int, sample: Sample, limit: int) -> SampledTurn:
+        """Have a turn drawn."""
+        self._asked.append((task, number, sample, limit))
+        self._send_soon()
+        return await self._runner.wait_for(task.sample_id(number))
+
+    def _send_soon(self) -> None:
+        if self._round is None:
+            self._round = asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        asked, ended, groups, rank = self._asked, self._ended, self._groups, self._runner.rank
+        self._asked, self._ended, self._groups, self._round = [], [], [], None
+        if asked or ended:
+            self._emit({"kind": "turns", "rank": rank, "ended": ended}, _turn_columns(asked) if asked else {})
+        if groups:
+            records = {str(one.task.rollout): one.record() for one in groups}
+            self._emit({"kind": "samples", "rank": rank, "episodes": records}, Batch(columns_of(groups)).columns)
+
+
+def _turn_columns(asked: Sequence[tuple[Task, int, Sample, int]]) -> dict[str, Column]:
+    """Return the prompts of turns that are asked for."""
+
+    def each(values: Sequence[int], dtype: type = np.int64) -> Column:
+        return np.array(values, dtype=dtype)
+
+    return {
+        "tokens_T": np.concatenate([each(sample.tokens) for _, _, sample, _ in asked]),
+        "length_B": each([len(sample.tokens) for _, _, sample, _ in asked]),
+        "position_B": each([sample.drawn for _, _, sample, _ in asked]),
+        "limit_B": each([limit for _, _, _, limit in asked]),
+        "greedy_B": each([task.greedy for task, _, _, _ in asked], np.uint8),
+        "id_B": each([task.sample_id(number) for task, number, _, _ in asked]),
+        **{f"{name}_B": each([getattr(task, name) for task, *_ in asked]) for name in ("group", "rollout", "row")},
+    }
+
+
+def _seed_of(seed: int, group: int) -> int:
+    """Return the seed of a group's environments, of 31 bits."""
+    digest = hashlib.blake2b(f"{seed} {group}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

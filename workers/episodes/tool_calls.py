@@ -1,0 +1,198 @@
+"""Read the tool calls that a model writes: the forms of popular chat templates, as data, and one strict parser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_DEPTH = 32  # of a call's arguments: templates and tools walk them recursively
+_NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
+_ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates ask for it
+_BLANK = re.compile(r"\s*")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The properties of each tool's parameters, by the tool's name."""
+
+
+class _Malformed(ValueError):
+    """The reason why a call cannot be read."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+    def message(self) -> dict[str, Any]:
+        """Return the call as chat templates are given it."""
+        return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class ParsedCalls:
+    """The calls of a turn and the text outside of them. `error`: why one that was begun cannot be read, for the model;
+    then no call counts, and all of the turn is content."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A form of tool calls. `sign` stands in templates that write it. JSON or elements lie between `begin`, whose
+    groups `name` and `id` may name a call, and `end`."""
+
+    sign: re.Pattern[str]
+    begin: re.Pattern[str]
+    end: re.Pattern[str]
+    shape: str  # for models to read
+    key: str = "arguments"  # of the arguments in JSON; empty: they are elements
+
+    def parse(self, text: str, schemas: Schemas | None = None) -> ParsedCalls:
+        """Read the text of a turn, special tokens included, but for the one that ended it. `schemas` says of which type
+        a parameter is where the form writes all of them alike."""
+        calls: list[ToolCall] = []
+        outside, at = [], 0
+        try:
+            while begun := self.begin.search(text, at):
+                outside.append(text[at : begun.start()])
+                found, at = self._read(text, begun, schemas or {})
+                if not (end := self.end.match(text, at)):
+                    raise _Malformed("its end is missing, or other text stands before it")
+                for one in found:
+                    calls.append(_checked(one, self.key or "arguments", f"call{len(calls):05d}"))
+                at = end.end()
+        except _Malformed as error:
+            return ParsedCalls(text, error=f"The tool call cannot be read: {error}. Write a call as\n{self.shape}")
+        return ParsedCalls("".join([*outside, text[at:]]).strip() if calls else text, tuple(calls))
+
+    def _read(self, text: str, begun: re.Match[str], schemas: Schemas) -> tuple[list[Any], int]:
+        """Return what is written from there on, one call or a list of them, and where it ends."""
+        named = begun.groupdict()
+        if not self.key:
+            arguments, at = _elements(text, begun.end(), schemas.get(named["name"], {}))
+            return [named | {"arguments": arguments}], at
+        value, at = _json(text, begun.end())
+        if named.get("name"):
+            return [named | {self.key: value}], at
+        return value if isinstance(value, list) else [value], at
+
+
+def _checked(found: Any, key: str, id_: str) -> ToolCall:
+    if not isinstance(found, dict):
+        raise _Malformed("it is not a JSON object")
+    for needed in ("name", key):
+        if needed not in found:
+            raise _Malformed(f'it has no "{needed}"')
+    name, arguments, own_id = found["name"], found[key], found.get("id")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _Malformed('its "name" is not the name of a function')
+    if not isinstance(arguments, dict):
+        raise _Malformed(f'its "{key}" must be a JSON object, as {{"KEY": VALUE}}')
+    return ToolCall(name, arguments, own_id if isinstance(own_id, str) and _ID.fullmatch(own_id) else id_)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Malformed("a key stands in it twice")
+    return found
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(float(digits)):
+        raise _Malformed(f"{digits} is not a number in JSON")
+    return float(digits)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
+
+
+def _json(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value that begins there, and where it ends. Raises _Malformed."""
+    begin = _BLANK.match(text, at).end()  # type: ignore[union-attr]
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+        if _depth(value) <= MAX_DEPTH:
+            return value, end
+    except _Malformed:
+        raise
+    except ValueError as error:
+        raise _Malformed(f"it is not JSON ({error})") from None
+    except RecursionError:
+        pass
+    raise _Malformed("it is nested too deeply")
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
+
+
+def _elements(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the parameters written as `<parameter=NAME>` elements, and where they end."""
+    found: list[tuple[str, Any]] = []
+    while parameter := _PARAMETER.match(text, at):
+        found.append((parameter[1], _typed(parameter[2], schema.get(parameter[1], {}))))
+        at = parameter.end()
+    return _object(found), at
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return a parameter's text as what its schema says it is; as text, where it cannot be that."""
+    types = {str(one.get("type", "")) for one in (schema, *schema.get("anyOf", ()))} - {""}
+    if not types or "string" in types:
+        return text
+    if text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    try:
+        value, end = _json(text, 0)
+    except _Malformed:
+        return text
+    return text if text[end:].strip() else value
+
+
+FORMATS = (
+    CallFormat(  # Qwen3-Coder, Qwen3.5, Nemotron 3
+        sign=re.compile(r"<function="),
+        begin=re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<tool_call>"),
+        end=re.compile(r"\s*</function>(?:\s*</tool_call>)?"),
+        shape="<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+        key="",
+    ),
+    CallFormat(  # Hermes, Qwen2.5, Qwen3
+        sign=re.compile(r"""<tool_call>(?s:.*)arguments\\?["']"""),
+        begin=re.compile(r"<tool_call>"),
+        end=re.compile(r"\s*</tool_call>"),
+        shape='<tool_call>\n{"name": "NAME", "arguments": {"KEY": VALUE}}\n</tool_call>',
+    ),
+    CallFormat(  # Mistral
+        sign=re.compile(r"\[TOOL_CALLS\]"),
+        begin=re.compile(r"\[TOOL_CALLS\]\s*(?:(?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\])?"),
+        end=re.compile(r""),
+        shape='[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
+    ),
+    CallFormat(  # Llama 3.1 to 3.3
+        sign=re.compile(r'"name\\?": (?s:.*)"parameters\\?": '),
+        begin=re.compile(r"""<\|python_tag\|>|\A\s*(?=\{\s*"(?:name|type)"\s*:)"""),
+        end=re.compile(r"\s*\Z"),
+        shape='{"name": "NAME", "parameters": {"KEY": VALUE}}',
+        key="parameters",
+    ),
+)
+
+
+def format_of(template: str) -> CallFormat | None:
+    """Return the form in which a chat template writes tool calls; None where it writes none that is known."""
+    return next((form for form in FORMATS if form.sign.search(template)), None)
