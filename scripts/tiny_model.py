@@ -21,22 +21,22 @@ from typing import Any
 END = "<eos>"
 DIGITS_ALPHABET = "0123456789>=+-"
 CHAT_ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
-# Turns end with <|im_end|>, calls are written as Qwen's and Hermes' models write them, and tools are shown in a word or
-# two: a tiny model has no use for their schemas.
+# Turns end with <|im_end|>, calls are written as Qwen's and Hermes' models write them, and roles and tools are shown in
+# as few characters as possible, each of which is a token here.
 CHAT_TOKENS = {"<|im_end|>": True, "<|im_start|>": True, "<tool_call>": False, "</tool_call>": False}  # True: special
 CHAT_TEMPLATE = """\
-{%- if tools %}<|im_start|>system
+{%- if tools %}<|im_start|>s
 {% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
 {% endfor %}<|im_end|>
 {% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
+{%- for message in messages %}<|im_start|>{{ message.role[0] }}
 {{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}<tool_call>
 {{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
 </tool_call>
 {%- endfor %}<|im_end|>
 {% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
+{%- if add_generation_prompt %}<|im_start|>a
 {% endif %}"""
 
 SIZES: dict[str, dict[str, int]] = {

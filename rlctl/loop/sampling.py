@@ -232,6 +232,8 @@ class Generation:
         if "greedy_B" in prompts:
             greedy_B = prompts["greedy_B"][np.argsort(prompts["id_B"], kind="stable")].astype(bool)
         batches = [part.batch for part in self._parts]
+        ids = np.concatenate([batch["id_B"] for batch in batches])
+        assert len(np.unique(ids)) == len(ids), "a sample came back twice"
         with self._sampler.clock.grading():
             self._wait_for_scores()
             found = [TermScores.concat(parts) for parts in self._scores.values()]
@@ -255,9 +257,9 @@ class Generation:
             number = self._sampler.spec.environment_term
             self._scores["environments"] += [of_environments(part.batch, number) for part in new]
         if self._sampler.judged:
-            sent = [part.judging.result()[0] for part in new if part.judging]
-            lost = id_B[~np.concatenate([part.scored_B for part in at_once])].tolist()
-            self._scores["judges"].append(of_judges(self._sampler.reward, self._what, sent, lost, self.step))
+            judged = [part.judging.result()[0] for part in new if part.judging]
+            lost = set(id_B[~np.concatenate([part.scored_B for part in at_once])].tolist())
+            self._scores["judges"].append(of_judges(judged, lost))
 
 
 _REFILLED = "with dynamic sampling"

@@ -95,13 +95,17 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
+# A step as a whole, and what many episodes spend at the same time.
+_NO_PHASE = ("time/step_s", "time/wall_s", "time/environment_s")
+
+
 def phase_times(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of each phase of a step; of a metric `time/…_s` that no phase owns, by its own name."""
     times = {key: value for key, value in record.items() if key.startswith("time/") and key.endswith("_s")}
     return {
         TIMES.get(key, key.removeprefix("time/").removesuffix("_s")): float(value)
         for key, value in times.items()
-        if key not in ("time/step_s", "time/wall_s") and isinstance(value, int | float)
+        if key not in _NO_PHASE and isinstance(value, int | float)
     }
 
 

@@ -104,6 +104,7 @@ class Scores(Answer):
     first_failure: str = ""  # what the first of them died of, its row and its id; empty: there is none
     samples: list[dict[str, Any]] = []
     counts: dict[str, float] = {}  # of the judges' work since the last time
+    failed: dict[str, list[str]] = {}  # of judges, by sample: the cause for which it has no score, and its text
 
 
 class Render(Body):
@@ -125,18 +126,6 @@ class SendToJudges(Body):
 
     what: What
     rows: dict[str, Row]
-
-
-class SentToJudges(Answer):
-    ticket: int  # to ask for what they say with
-
-
-class AwaitJudges(Body):
-    """Wait for what the judges say of the samples of earlier `judge` calls, in the order of their tickets."""
-
-    what: What
-    tickets: list[int]
-    lost: list[int]  # ids of samples that could not be graded otherwise
 
 
 class Episodes(Body):
@@ -361,7 +350,6 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.SCORE: (Score,),
     Verb.RENDER: (Render,),
     Verb.JUDGE: (SendToJudges,),
-    Verb.AWAIT_JUDGES: (AwaitJudges,),
     Verb.EPISODES: (Episodes,),
     Verb.TURNS: (Nothing,),
     Verb.GENERATE: (Generate,),

@@ -33,8 +33,7 @@ class Verb(StrEnum):
     # reward
     SCORE = "score"
     RENDER = "render"  # samples as a reward model reads them: in its own tokens
-    JUDGE = "judge"  # send samples to the judges
-    AWAIT_JUDGES = "await_judges"  # what judges say of samples that were sent to them while others were scored
+    JUDGE = "judge"  # what judges say of samples
     EPISODES = "episodes"  # run episodes: parts ask for turns, and bring the samples of those that have ended
     TURNS = "turns"  # completions that open episodes have asked for
     # rollout
@@ -68,9 +67,7 @@ UNCOUNTED_VERBS = frozenset({Verb.BUILD, Verb.OPEN_DATA, Verb.SAVE, Verb.LOAD})
 
 
 # A rank serves any number of them at once. Every other verb has its rank to itself.
-CONCURRENT_VERBS = frozenset(
-    {Verb.GENERATE, Verb.SCORE, Verb.RENDER, Verb.JUDGE, Verb.AWAIT_JUDGES, Verb.EPISODES, Verb.TURNS}
-)
+CONCURRENT_VERBS = frozenset({Verb.GENERATE, Verb.SCORE, Verb.RENDER, Verb.JUDGE, Verb.EPISODES, Verb.TURNS})
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,7 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),  # and `greedy_B`, `limit_B`
     Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("scored_B",)),
     Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("tokens_T", "id_B")),
-    Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B")),
-    Verb.AWAIT_JUDGES: Columns(gives=("scored_B",)),
+    Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("scored_B",)),
     # Parts bring prompts without `prefix_B` and with `limit_B`, or samples (`workers/episodes/trajectory.py`).
     Verb.EPISODES: Columns(needs=("tokens_T", *IDENTITY_COLUMNS)),
     Verb.TURNS: Columns(needs=("tokens_T", "loss_mask_T", "rollout_logprob_T", "id_B", "finished_B", "version_B")),

@@ -185,7 +185,8 @@ class _Batch:
         return {}, {}
 
     async def _play_group(self, members: Sequence[Task]) -> None:
-        self._groups += await asyncio.gather(*(self._play(task) for task in members))
+        found = await asyncio.gather(*(self._play(task) for task in members))
+        self._groups += found  # after the wait: meanwhile the list is sent, and another begun
         self._send_soon()
 
     async def _play(self, task: Task) -> Trajectory:

@@ -1,5 +1,5 @@
 """Judges: reward terms whose scores other models give, over HTTP. Requests go out at once, many at a time, from a
-thread of their own; nobody waits for them before `collect`, so they take place beside all other grading.
+thread of their own, beside all other grading; `collect` waits for their grades.
 
 Whatever a judge does, each sample gets exactly one grade: a score, or a cause.
 """
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,9 +61,11 @@ TICK_S = 1.0
 PATH = "chat/completions"
 _CLOSE_S = 5.0
 
+JudgedSamples = Mapping[int, Sequence[Future[Grade]]]
+
 
 class JudgePanel:
-    """All judges of a run. `start` and `collect` belong to one thread."""
+    """All judges of a run. `start` belongs to one thread."""
 
     def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path) -> None:
         """`terms`: by their number in `reward.terms`. Raises RewardError where a cache cannot be opened."""
@@ -78,23 +79,19 @@ class JudgePanel:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
-        self._tickets = count(1)
-        self._pending: dict[int, tuple[Sequence[GradeRequest], list[list[Future[Grade]]]]] = {}  # futures by judge
+        self._counting = threading.Lock()
 
-    def start(self, requests: Sequence[GradeRequest]) -> int:
-        """Send the samples out; return the ticket to collect their grades with."""
-        ticket = next(self._tickets)
-        grades = [[judge.start(request, self._loop) for request in requests] for judge in self._judges.values()]
-        self._pending[ticket] = requests, grades
-        return ticket
+    def start(self, requests: Sequence[GradeRequest]) -> JudgedSamples:
+        """Send samples out; return their grades to come, by the number of each judge."""
+        return {
+            number: [judge.start(request, self._loop) for request in requests] for number, judge in self._judges.items()
+        }
 
-    def collect(self, tickets: Sequence[int]) -> tuple[list[GradeRequest], dict[int, list[Grade]]]:
-        """Wait for the samples of these tickets; return them, and by each judge's number their grades. A request that
-        ended counts as progress, also one that failed; so does a wait that a judge asked for."""
-        taken = [self._pending.pop(ticket) for ticket in tickets]
-        requests = [request for part, _ in taken for request in part]
-        activity.describe(f"judges' grades of {amount(len(requests), 'completion')}", "grade", counted=True)
-        left = {future for _, rows in taken for row in rows for future in row}
+    def collect(self, judged: JudgedSamples) -> dict[int, list[Grade]]:
+        """Wait for grades; return them by the number of each judge. A request that ended counts as progress, also one
+        that failed; so does a wait that a judge asked for."""
+        left = {future for row in judged.values() for future in row}
+        activity.describe(f"judges' grades of {amount(len(left), 'completion')}", "grade", counted=True)
         sent = self._sent()
         while left:
             pauses = ", ".join(judge.pause for judge in self._judges.values() if judge.pause)
@@ -104,14 +101,12 @@ class JudgePanel:
                 activity.count("wait for a judge")
             before, sent = sent, self._sent()
             activity.count("grade", max(len(done), sent - before))
-        return requests, {
-            number: [future.result() for _, rows in taken for future in rows[place]]
-            for place, number in enumerate(self._judges)
-        }
+        return {number: [future.result() for future in row] for number, row in judged.items()}
 
     def take_counts(self) -> dict[str, float]:
         """Return what the judges have cost since the last call, as metrics."""
-        taken = [judge.take_counts() for judge in self._judges.values()]
+        with self._counting:
+            taken = [judge.take_counts() for judge in self._judges.values()]
         return {f"judge_{name}": sum(counts[name] for counts in taken) for name in (*_COUNTS, "cost")}
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from specs.wire.heartbeat import amount
 from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches, prompt_texts
-from workers.grading.judge import JUDGE_CAUSES, JudgePanel
+from workers.grading.judge import JUDGE_CAUSES, JudgedSamples, JudgePanel
 from workers.grading.pool import CAUSES, Grade, GraderPool
 from workers.grading.reward_failures import FailureLog, last_line
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts
@@ -30,6 +30,8 @@ from workers.serve import Emit, Handler, Reply, Request, TypedHandler, aside, ty
 
 if TYPE_CHECKING:
     from workers.episodes.runner import EpisodeRunner
+
+_WAITING = 32
 
 
 class Reward:
@@ -46,7 +48,8 @@ class Reward:
         self._score_texts: ScoreTexts | None = None
         self._log: FailureLog | None = None
         self._runner: EpisodeRunner | None = None
-        self._grading = ThreadPoolExecutor(1, "verbs")
+        self._grading = ThreadPoolExecutor(1, "grading of a call")
+        self._waiting = ThreadPoolExecutor(_WAITING, "judges' grades")  # threads that wait; requests are out already
 
     def build(self, call: Request[RewardConfig], emit: Emit) -> Reply:
         """Start the grading processes and load the tokenizer. Raises RewardError or ModelError."""
@@ -116,23 +119,21 @@ class Reward:
         }
         return self._failures_of(call.body.what, requests, grades, MODEL_CAUSES), columns
 
-    def judge(self, call: Request[bodies.SendToJudges], emit: Emit) -> Reply:
-        """Send samples to the judges, and do not wait."""
+    def judge(self, call: Request[bodies.SendToJudges], emit: Emit) -> Future[Reply]:
+        """Send samples to the judges; reply when all have said what they say."""
         assert self._judges is not None, "no term is a judge's"
-        return {"ticket": self._judges.start(self._requests(call.batch, call.body.rows, Verb.JUDGE))}, {}
+        requests = self._requests(call.batch, call.body.rows, Verb.JUDGE)
+        return self._waiting.submit(self._judged, call.body.what, requests, self._judges.start(requests))
 
-    def await_judges(self, call: Request[bodies.AwaitJudges], emit: Emit) -> Reply:
-        """Wait for the judges' grades of earlier calls."""
+    def _judged(self, what: bodies.What, requests: Sequence[GradeRequest], begun: JudgedSamples) -> Reply:
         assert self._judges is not None, "no term is a judge's"
-        requests, judged = self._judges.collect(call.body.tickets)
+        judged = self._judges.collect(begun)
         grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*judged.values(), strict=True)]
-        lost = frozenset(call.body.lost)  # a completion is lost once
-        counted = [
-            Grade() if request.sample in lost else grade for request, grade in zip(requests, grades, strict=True)
-        ]
-        body = self._failures_of(call.body.what, requests, counted, (*CAUSES, *JUDGE_CAUSES))
+        body = self._failures_of(what, requests, grades, (*CAUSES, *JUDGE_CAUSES))
         rows = {number: [(one.values or (0.0,))[0] for one in row] for number, row in judged.items()}
-        return {**body, "counts": self._judges.take_counts()}, _columns(grades, rows)
+        pairs = zip(requests, grades, strict=True)
+        failed = {str(one.sample): [grade.cause, _said(one, grade)] for one, grade in pairs if grade.cause}
+        return {**body, "failed": failed, "counts": self._judges.take_counts()}, _columns(grades, rows)
 
     def episodes(self, call: Request[bodies.Episodes], emit: Emit) -> Future[Reply]:
         """Run episodes; their parts ask for turns, and bring their samples."""
@@ -148,7 +149,8 @@ class Reward:
         return {}, {}
 
     def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
-        self._grading.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._grading, self._waiting):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._runner is not None:
             self._runner.close()
         if self._pool is not None:
@@ -190,14 +192,9 @@ class Reward:
                 for request, grade in failed
             ]
         )
-        first = ""
-        for request, grade in failed[:1]:
-            # Of a traceback the last line counts; a server's reply may be part of another text.
-            text = last_line(grade.text) if grade.cause in CAUSES else " ".join(grade.text.split())
-            first = f"{text or grade.cause} ({request.where}, sample {request.sample})"
         return {
             "failures": {cause: sum(grade.cause == cause for _, grade in failed) for cause in causes},
-            "first_failure": first,
+            "first_failure": next((_said(request, grade) for request, grade in failed), ""),
         }
 
     def _examples(self, batch: Batch, requests: Sequence[GradeRequest], count: int) -> list[dict[str, Any]]:
@@ -228,13 +225,19 @@ class Reward:
             Verb.BUILD: self.build,
             Verb.SCORE: aside(self.score, self._grading),
             Verb.RENDER: aside(self.render, self._grading),
-            Verb.JUDGE: aside(self.judge, self._grading),
-            Verb.AWAIT_JUDGES: aside(self.await_judges, self._grading),
+            Verb.JUDGE: self.judge,
             Verb.EPISODES: self.episodes,
             Verb.TURNS: self.turns,
             Verb.CLOSE: self.close,
         }
         return typed(verbs, {Verb.BUILD: RewardConfig})
+
+
+def _said(request: GradeRequest, grade: Grade) -> str:
+    """Return why a sample has no score, its row and its id. Of a traceback the last line counts; a server's reply may be
+    part of another text."""
+    text = last_line(grade.text) if grade.cause in CAUSES else " ".join(grade.text.split())
+    return f"{text or grade.cause} ({request.where}, sample {request.sample})"
 
 
 def _columns(grades: Sequence[Grade], rows: Mapping[int, Sequence[float]]) -> dict[str, Column]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
-from rlctl.loop.scores.graders import HOME
 from specs.schema.environment import UNSCORED
 from specs.schema.metric import Metric, metrics
 from specs.wire import bodies
@@ -104,13 +104,14 @@ class ScoreModel:
         )
 
 
-def of_judges(
-    reward: Group, what: bodies.What, sent: Sequence[Message], lost_ids: Sequence[int], step: int
-) -> TermScores:
-    """Wait for the judges' grades of samples that were sent to them. `lost_ids`: of those without a score already."""
-    tickets = [bodies.SentToJudges.of(answer).ticket for answer in sent]
-    body = bodies.AwaitJudges(what=what, tickets=tickets, lost=[*lost_ids])
-    return TermScores.of(reward.call(Verb.AWAIT_JUDGES, body, step=step, ranks=[HOME])[0])
+def of_judges(judged: Sequence[Message], lost_ids: Collection[int]) -> TermScores:
+    """Return the judges' grades of samples. `lost_ids`: of those without a score already, which are not lost twice."""
+    found = TermScores.concat([TermScores.of(answer) for answer in judged])
+    failed = {id_: why for answer in judged for id_, why in bodies.Scores.of(answer).failed.items()}
+    lost = [why for id_, why in failed.items() if int(id_) not in lost_ids]
+    counts = Counter(cause for cause, _ in lost)
+    first = next((text for _, text in lost), "")
+    return replace(found, failures={cause: counts[cause] for cause in found.failures}, first_failure=first)
 
 
 def of_environments(batch: Batch, number: int | None) -> TermScores:

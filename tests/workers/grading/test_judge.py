@@ -48,8 +48,8 @@ def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys
     """Grades of the completions, and the metrics."""
     panel = JudgePanel({3: judge_table(url, **keys)}, Setting("answer", 8, str(folder)), folder)
     try:
-        ticket = panel.start([GradeRequest(0, "2 + 2 =", ROW, text, 1) for text in completions])
-        return panel.collect([ticket])[1][3], panel.take_counts()
+        judged = panel.start([GradeRequest(0, "2 + 2 =", ROW, text, 1) for text in completions])
+        return panel.collect(judged)[3], panel.take_counts()
     finally:
         panel.close()
 

@@ -7,6 +7,7 @@ import datetime
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from local_group import replied
 import specs
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
+from rlctl.loop.scores.term_scores import of_judges
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import DataError, ModelError, RewardError
 from specs.load.load import spec_from
@@ -42,6 +44,7 @@ class Role:
         self.reward_role = Reward(Rank())
         self.data, self.reward = Data(Rank()).handlers(), self.reward_role.handlers()
         self.rows: dict[str, Any] = {}  # as they came with the last prompts
+        self._threads = ThreadPoolExecutor(2)
 
     def call(self, verb: Verb, body: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Message:
         handlers = self.data if verb in (Verb.OPEN_DATA, Verb.PROMPTS) else self.reward
@@ -90,10 +93,12 @@ class Role:
         needed = answers.only(COLUMNS[Verb.SCORE].needs)
         return self.call(Verb.SCORE, {"what": "train", "samples": 0, "rows": self.rows, **body}, dict(needed.columns))
 
-    def judge(self, answers: Batch) -> int:
-        """Their ticket."""
-        needed = answers.only(COLUMNS[Verb.JUDGE].needs)
-        return self.call(Verb.JUDGE, {"what": "train", "rows": self.rows}, dict(needed.columns)).body["ticket"]
+    def judge(self, answers: Batch) -> Future[Message]:
+        """Their grades to come."""
+        columns = answers.only(COLUMNS[Verb.JUDGE].needs).columns
+        return self._threads.submit(
+            self._call, self.reward, Verb.JUDGE, {"what": "train", "rows": self.rows}, dict(columns)
+        )
 
 
 @pytest.fixture
@@ -287,7 +292,7 @@ def test_a_process_that_is_started_again_grades_by_the_code_of_the_start(
 
 
 def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> None:
-    """`score` answers while the judge has not: `await_judges` waits for it. A completion is lost once."""
+    """`score` answers while `judge` has not. A completion is lost once."""
     release = threading.Event()
     scores = {"1": says("0.5"), "22": says("0.25")}
 
@@ -302,24 +307,23 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
         role.build([{**judge, "min_score": 0, "max_score": 1, "weight": 4.0}, own])
         role.call(Verb.OPEN_DATA)
         prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 2, "group_size": 2}).batch
-        first_ticket = role.judge(answered(prompts, codec, ["1", "22", "333", "4444"]))
+        first_judged = role.judge(answered(prompts, codec, ["1", "22", "333", "4444"]))
         first = role.score(answered(prompts, codec, ["1", "22", "333", "4444"]), samples=1)
         assert first.tensors["term_1_B"].tolist() == [-0.5, -1.0, 0.0, 1.0]
         assert first.tensors["scored_B"].tolist() == [1, 1, 0, 1]
         assert set(first.tensors) == {"scored_B", "term_1_B"}
-        second_ticket = role.judge(answered(prompts, codec, ["22", "22", "1", "1"]))
+        second_judged = role.judge(answered(prompts, codec, ["22", "22", "1", "1"]))
         release.set()
-        lost = prompts["id_B"][first.tensors["scored_B"] == 0].tolist()
-        tickets = [first_ticket, second_ticket]
-        judged = role.call(Verb.AWAIT_JUDGES, {"what": "train", "tickets": tickets, "lost": lost})
-    assert judged.tensors["scored_B"].tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
-    assert judged.tensors["term_0_B"].tolist() == [0.5, 0.25, 0, 0, 0.25, 0.25, 0.5, 0.5]
+        lost = set(prompts["id_B"][first.tensors["scored_B"] == 0].tolist())
+        judged = of_judges([first_judged.result(60), second_judged.result(60)], lost)
+    assert judged.scored_B.tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
+    assert judged.value_B[0].tolist() == [0.5, 0.25, 0, 0, 0.25, 0.25, 0.5, 0.5]
     assert first.body["failures"] == {"timeouts": 0, "crashes": 0, "exceptions": 1, "bad_values": 0}
-    assert judged.body["failures"]["judge_errors"] == 1, "that of 333 was lost already"
+    assert judged.failures["judge_errors"] == 1, "that of 333 was lost already"
     assert first.body["first_failure"].endswith(f", sample {prompts['id_B'][2]})")
-    said = judged.body["first_failure"]
+    said = judged.first_failure
     assert said.startswith("reward.terms[0]: HTTP 400: <html> not you </html> (")
     assert said.endswith(f", sample {prompts['id_B'][3]})")
     lines = (tmp_path / "run" / "reward_failures.jsonl").read_text().splitlines()
     found = [(record["completion"], record["cause"]) for record in map(json.loads, lines)]
-    assert found == [("333", "exceptions"), ("4444", "judge_errors")]
+    assert found == [("333", "exceptions"), ("333", "judge_errors"), ("4444", "judge_errors")]
