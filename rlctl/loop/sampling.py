@@ -184,9 +184,10 @@ class Generation:
         )
 
     def _grade(self, batch: Batch, episodes: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
-        """Have completions that have just come in graded. `episodes`: what they come from, by rollout."""
+        """Have completions that have just come in graded. `episodes`: what they are part of, by sample."""
         sampler = self._sampler
-        rows, columns = self.prompts.rows_of(batch), batch.only(COLUMNS[Verb.SCORE].needs).columns
+        needed = (*COLUMNS[Verb.SCORE].needs, *(("rollout_logprob_T",) if episodes else ()))
+        rows, columns = self.prompts.rows_of(batch), batch.only(needed).columns
 
         def post(verb: Verb, body: bodies.Body) -> Call:
             return sampler.reward.post(verb, body, tensors=columns, step=self.step, ranks=[HOME])

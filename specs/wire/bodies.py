@@ -94,7 +94,7 @@ class Score(Body):
     what: What
     samples: int
     rows: dict[str, Row]
-    episodes: dict[str, dict[str, Any]] = {}  # by rollout: the conversation and how it ended
+    episodes: dict[str, dict[str, Any]] = {}  # by sample: the conversation that it is part of, and how that ended
 
 
 class Scores(Answer):

@@ -6,8 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from specs.errors import ModelError
 from specs.schema.environment import EnvironmentSection, StopReason
 from workers.chat_renderer import ChatTemplateError
 from workers.environments.pool import Described, Environment, EnvironmentLost, EnvironmentPool, Observation, Reply
@@ -47,25 +49,29 @@ class Episode:
         self._chats, self._draw, self._turn_tokens = chats, draw, turn_tokens
         self.trajectory = Trajectory(task)
         self._chat = chats(described.tools)
-        self._last: AssistantTurn | None = None
+        self._said: dict[int, tuple[list[Message], AssistantTurn]] = {}  # conversations of an agent, by sample
 
     async def run(self, pool: EnvironmentPool) -> Trajectory:
         """Play it to its end, whatever the environment does."""
         found = self.trajectory
-        environment = await pool.open()
+        try:
+            found.stop = await self._run(await pool.open())
+        except EnvironmentLost as lost:
+            found.why = f"{lost.cause}: {lost}"
+        except (ChatTemplateError, ModelError) as refused:
+            found.why = str(refused)
+        return found
+
+    async def _run(self, environment: Environment) -> StopReason:
         reuse = False
         try:
-            found.stop = await (self._run_agent if self.described.mode == "agent" else self._run_turns)(environment)
+            stop = await (self._run_agent if self.described.mode == "agent" else self._run_turns)(environment)
             reuse = True
+            return stop
         except Ended as end:
-            found.stop = end.stop
-        except EnvironmentLost as lost:
-            found.stop, found.why = "environment_lost", f"{lost.cause}: {lost}"
-        except ChatTemplateError as refused:
-            found.stop, found.why = "environment_lost", str(refused)
+            return end.stop
         finally:
             await environment.close(reuse=reuse)
-        return found
 
     # ── turns ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -83,33 +89,30 @@ class Episode:
     async def _play(self, environment: Environment) -> StopReason:
         messages, answer = self.trajectory.messages, self._step if self.described.mode == "text" else self._use_tools
         messages += _begun(self.task.messages, await self._call(environment.reset(self.task.values, self.task.seed)))
-        self._branch(messages)
+        number = self._branch(messages)
         while True:
-            turn = await self._turn()
             before = [*messages]
-            messages.append(turn.message)
+            turn = await self._turn(number, messages)
             replies, stop = await answer(environment, turn)
             messages += replies
             if stop is not None:
                 return stop
-            self._append(before, turn, replies)
+            number = self._append(number, before, turn, replies)
 
-    async def _turn(self) -> AssistantTurn:
-        """Have the model write a turn. Raises Ended where there is no room for one, or it was cut off."""
-        found, sample = self.trajectory, self.trajectory.samples[-1]
-        room = self.section.max_episode_tokens - len(sample.tokens)
-        if found.turns == self.section.max_turns:
-            raise Ended("max_turns")
-        if room < 1:
-            raise Ended("context_overflow")
-        drawn = await self._draw(self.task, len(found.samples) - 1, sample, min(self._turn_tokens, room))
-        turn = self._chat.read(drawn.tokens)
+    async def _turn(self, number: int, messages: list[Message], most: int = 0) -> AssistantTurn:
+        """Have the model write a turn, of at most `most` tokens where that is not 0, as the next message. Raises Ended
+        where a limit of the episode cut it off."""
+        found, sample = self.trajectory, self.trajectory.samples[number]
+        limit = min(self._turn_tokens, self.section.max_episode_tokens - len(sample.tokens))
+        asked = min(limit, most or limit)
         found.turns += 1
+        drawn = await self._draw(self.task, number, sample, asked)
+        turn = self._chat.read(drawn.tokens)
+        messages.append(turn.message)
         found.parse_errors += bool(turn.error)
         sample.add_turn(drawn, learn=not (turn.error and self.section.on_parse_error == "mask"))
-        if not drawn.finished:
-            found.messages.append(turn.message)
-            raise Ended("max_tokens" if len(drawn.tokens) == self._turn_tokens else "context_overflow")
+        if not drawn.finished and asked == limit:
+            raise Ended("max_tokens" if limit == self._turn_tokens else "context_overflow")
         return turn
 
     async def _step(self, environment: Environment, turn: AssistantTurn) -> tuple[list[Message], StopReason | None]:
@@ -142,29 +145,37 @@ class Episode:
         self.trajectory.tool_errors += reply.error
         self.trajectory.add_reward(reply.reward)
 
-    def _append(self, before: Sequence[Message], turn: AssistantTurn, replies: Sequence[Message]) -> None:
-        """Let the replies follow what was sampled. Where the template rewrites earlier turns, begin another sample."""
+    def _append(self, number: int, before: Sequence[Message], turn: AssistantTurn, replies: Sequence[Message]) -> int:
+        """Let the replies follow what was sampled. Where the template rewrites earlier turns, begin another sample.
+        Return the number of the sample that the next turn belongs to."""
         if self.section.history == "branch" and not self._chat.keeps(replies):
-            self._branch([*before, turn.message, *replies])
-            return
-        sample, suffix = self.trajectory.samples[-1], self._chat.suffix(before, turn, replies)
-        if len(sample.tokens) + len(suffix) >= self.section.max_episode_tokens:
-            raise Ended("context_overflow")
+            return self._branch([*before, turn.message, *replies])
+        sample, suffix = self.trajectory.samples[number], self._chat.suffix(before, turn, replies)
+        self._check_limits(len(sample.tokens) + len(suffix))
         sample.append(suffix)
+        return number
 
-    def _branch(self, messages: Sequence[Message]) -> None:
-        """Begin a sample with a conversation."""
+    def _branch(self, messages: Sequence[Message]) -> int:
+        """Begin a sample with a conversation; return its number."""
         tokens = self._chat.prompt(messages, of_row=len(self.task.messages))
-        if len(tokens) >= self.section.max_episode_tokens:
-            raise Ended("context_overflow")
+        self._check_limits(len(tokens))
         self.trajectory.samples.append(Sample(tokens))
+        return len(self.trajectory.samples) - 1
+
+    def _check_limits(self, tokens: int) -> None:
+        """Raise Ended where the model gets no further turn, which would follow so many tokens."""
+        if self.trajectory.turns >= self.section.max_turns:
+            raise Ended("max_turns")
+        if tokens >= self.section.max_episode_tokens:
+            raise Ended("context_overflow")
 
     async def _call(self, call: Awaitable[T]) -> T:
         """Wait for the environment. Raises Ended where the episode's calls together take too long."""
         left_s = self.section.episode_timeout_s - self.trajectory.environment_s
         began = time.perf_counter()
         try:
-            return await asyncio.wait_for(call, max(left_s, 0.001))
+            async with asyncio.timeout(max(left_s, 0.001)):
+                return await call
         except TimeoutError:
             raise Ended("timeout") from None
         finally:
@@ -173,46 +184,75 @@ class Episode:
     # ── a loop of the user's own ──────────────────────────────────────────────────────────────────
 
     async def _run_agent(self, environment: Environment) -> StopReason:
-        loop = asyncio.get_running_loop()
-        drawing_s = 0.0  # the sampler's time is not the agent's
+        loop, limit_s = asyncio.get_running_loop(), self.section.episode_timeout_s
+        began = since = loop.time()
+        chats, drawing_s = 0, 0.0  # that wait for the sampler, since then; the sampler's time is not the agent's
+        ended: StopReason | None = None  # why the agent's last request was refused
 
         async def chat(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            nonlocal drawing_s
-            began, until = loop.time(), limit.when()
-            limit.reschedule(None)
+            nonlocal chats, drawing_s, ended, since
+            if not chats:
+                since = loop.time()
+                limit.reschedule(None)
+            chats += 1
             try:
-                return await self._reply(request)
+                message, ended = await self._reply(request), None
+                return message
+            except Ended as end:
+                ended = end.stop
+                raise
             finally:
-                drawing_s += loop.time() - began
-                limit.reschedule(None if until is None else until + loop.time() - began)
+                chats -= 1
+                if not chats:
+                    drawing_s += loop.time() - since
+                    with suppress(RuntimeError):  # the agent did not wait for it
+                        limit.reschedule(began + drawing_s + limit_s)
 
-        began = loop.time()
         try:
-            async with asyncio.timeout(self.section.episode_timeout_s) as limit:
+            async with asyncio.timeout_at(began + limit_s) as limit:
                 found = await environment.run_agent({**self.task.values, "messages": [*self.task.messages]}, chat)
         except TimeoutError:
             raise Ended("timeout") from None
         finally:
-            self.trajectory.environment_s = loop.time() - began - drawing_s
+            self.trajectory.environment_s = (since if chats else loop.time()) - began - drawing_s
         self.trajectory.metrics = {name: float(value) for name, value in found.get("metrics", {}).items()}
         self.trajectory.add_reward(found.get("reward"))
-        return "completed"
+        return ended or "completed"
 
     async def _reply(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer `client.chat`. Messages that go on where the last turn ended are appended to what was sampled; others
-        begin another sample of the rollout."""
-        messages, known = [dict(one) for one in request["messages"]], self.trajectory.messages
-        self._chat = self._chats(tuple(request.get("tools") or ()))
-        more = messages[len(known) :]
-        goes_on = messages[: len(known)] == known and more and all(one["role"] != "assistant" for one in more)
-        if self._last is not None and goes_on:
-            self._append(known[:-1], self._last, more)
-        else:
-            self._branch(messages)
+        """Answer `client.chat`. Messages that go on where a turn ended are appended to what was sampled; others begin
+        another sample of the rollout."""
+        messages, most = _requested(request)
         self.trajectory.messages = messages
-        self._last = await self._turn()
-        messages.append(self._last.message)
-        return self._last.message
+        number = next((number for number, (said, _) in self._said.items() if _goes_on(said, messages)), None)
+        if number is None:
+            number = self._branch(messages)
+        else:
+            said, turn = self._said.pop(number)
+            number = self._append(number, said[:-1], turn, messages[len(said) :])
+        turn = await self._turn(number, messages, most)
+        self._said[number] = messages, turn
+        return turn.message
+
+
+def _requested(request: Mapping[str, Any]) -> tuple[list[Message], int]:
+    """Return the messages of `client.chat` and the most tokens that it asks for, 0 without. Raises EnvironmentLost where
+    they are none."""
+    messages, most = request["messages"], request["max_tokens"]
+    each = messages if isinstance(messages, list) else []
+    if not each or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in each):
+        raise EnvironmentLost("crash", "client.chat takes a list of messages, each a dict with role and content")
+    if any("content" not in one and one["role"] != "assistant" for one in each):
+        raise EnvironmentLost("crash", "client.chat was given a message without content")
+    if most is not None and (type(most) is not int or most < 1):
+        raise EnvironmentLost("crash", f"client.chat: max_tokens = {most} is no number of tokens")
+    return [dict(one) for one in each], most or 0
+
+
+def _goes_on(said: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Return whether messages are a conversation and replies to its last turn."""
+    more = messages[len(said) :]
+    return bool(more) and messages[: len(said)] == said and all(one["role"] != "assistant" for one in more)
 
 
 def _begun(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[Message]:

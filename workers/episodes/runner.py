@@ -211,7 +211,11 @@ class _Batch:
         if asked or ended:
             self._emit({"kind": "turns", "rank": rank, "ended": ended}, _turn_columns(asked) if asked else {})
         if groups:
-            records = {str(one.task.rollout): one.record() for one in groups}
+            records = {
+                str(one.task.sample_id(number)): one.record()
+                for one in groups
+                for number in range(max(len(one.samples), 1))
+            }
             self._emit({"kind": "samples", "rank": rank, "episodes": records}, Batch(columns_of(groups)).columns)
 
 

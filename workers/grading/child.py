@@ -2,8 +2,8 @@
 
 It speaks JSON lines. The first input line holds the terms and the sources of their files, the first output line is
 `{"ready": true}` or `{"term": ..., "error": ..., "hint": ...}`. Each further input line is a job, `{"rows": {key:
-[prompt, row]}, "items": [[index, key, completion, tokens], ...]}`. Each item gives an output line, in order and at
-once: `{"i": index, "t": [value of each term]}`, or `{"i": index, "term": ..., "cause": ..., "text": ...}`.
+[prompt, row]}, "items": [[index, key, completion, tokens, episode], ...]}`. Each item gives an output line, in order
+and at once: `{"i": index, "t": [value of each term]}`, or `{"i": index, "term": ..., "cause": ..., "text": ...}`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def main() -> None:
     answer({"ready": True})
     for line in requests:
         job = json.loads(line)
-        for index, key, completion, tokens in job["items"]:
+        for index, key, completion, tokens, episode in job["items"]:
             prompt, row = job["rows"][str(key)]
-            answer({"i": index, **grade(terms, GradeRequest(key, prompt, row, completion, tokens))})
+            sample = GradeRequest(key, prompt, row, completion, tokens, episode=episode)
+            answer({"i": index, **grade(terms, sample)})
 
 
 def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> list[Term] | None:

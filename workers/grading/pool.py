@@ -176,7 +176,7 @@ class GraderPool:
         requests = [self._requests[index] for index in job]
         rows = {str(request.row_key): (request.prompt, request.row) for request in requests}
         items = [
-            (index, request.row_key, request.completion, request.completion_tokens)
+            (index, request.row_key, request.completion, request.completion_tokens, request.episode)
             for index, request in zip(job, requests, strict=True)
         ]
         process.job, began = job, time.monotonic()

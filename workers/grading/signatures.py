@@ -1,4 +1,5 @@
-"""Call a reward function: each parameter gets what its name says, `prompt`, `completion`, `row` or a column.
+"""Call a reward function: each parameter gets what its name says, `prompt`, `completion`, `row` or a column, and of an
+episode of several turns `messages` or `episode`.
 
 Three parameters of other names get these three by place: `(p, c, row)`. A function in the shape of another library is
 refused with the line that adapts it.
@@ -45,9 +46,14 @@ class BoundFunction:
             if mark in self._required:
                 raise RewardError(f"{self._shown()}, as {library} calls it", hint=self._adapter(values))
 
-    def __call__(self, prompt: str, completion: str, row: dict[str, Any]) -> Any:
-        """Call it. Raises TypeError where the row has no column of a parameter's name."""
+    def __call__(
+        self, prompt: str, completion: str, row: dict[str, Any], episode: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call it. `episode`: with its `messages`, of several turns. Raises TypeError where the row has no column of a
+        parameter's name."""
         values = {**row, "prompt": prompt, "completion": completion, "row": row}
+        if episode is not None:
+            values |= {"episode": episode, "messages": episode["messages"]}
         missing = [name for name in self._required if name not in values]
         if (missing or not self._named) and self._takes_places(values):
             return self._function(prompt, completion, row)

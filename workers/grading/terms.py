@@ -37,6 +37,7 @@ class GradeRequest:
     sample: int = 0
     where: str = ""
     messages: Sequence[Mapping[str, Any]] | None = None
+    episode: Mapping[str, Any] | None = None  # of several turns: `messages`, `stop`, `reward`
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def _function(table: Mapping[str, Any], setting: Setting) -> Term:
     if wrong := _not_a_score(function, name, path):
         raise RewardError(wrong[0], hint=wrong[1])
     bound = BoundFunction(function, name)
-    return lambda sample: bound(sample.prompt, sample.completion, deepcopy(dict(sample.row)))  # others have the row too
+    # Others have the row too.
+    return lambda sample: bound(sample.prompt, sample.completion, deepcopy(dict(sample.row)), sample.episode)
 
 
 def _not_a_score(function: Any, name: str, path: Path) -> tuple[str, str] | None:

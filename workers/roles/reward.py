@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,7 +92,7 @@ class Reward:
         body brings the rows of these samples by number (`workers/roles/data.py`)."""
         assert self._config is not None, "build comes first"
         batch = call.batch
-        requests = self._requests(batch, call.body.rows, Verb.SCORE)
+        requests = self._requests(batch, call.body.rows, Verb.SCORE, call.body.episodes)
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
         grades = self._pool.grade(requests) if self._pool is not None else [Grade()] * len(requests)
@@ -159,16 +161,22 @@ class Reward:
             self._judges.close()
         return {}, {}
 
-    def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row], verb: Verb) -> list[GradeRequest]:
-        """Return one request per sample, with the text that the policy wrote."""
+    def _requests(
+        self,
+        batch: Batch,
+        rows: Mapping[str, bodies.Row],
+        verb: Verb,
+        episodes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> list[GradeRequest]:
+        """Return one request per sample, with the text that the policy wrote. `episodes`: by sample."""
         assert self._codec is not None
         batch.require(COLUMNS[verb].needs, verb)
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
         requests, samples = [], zip(batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True)
         for number, completion, tokens, sample in samples:
             row = rows[str(number)]
-            request = GradeRequest(number, row.prompt, row.values, completion, tokens, sample, row.where, row.messages)
-            requests.append(request)
+            what = number, row.prompt, row.values, completion, tokens, sample, row.where, row.messages
+            requests.append(GradeRequest(*what, episodes.get(str(sample))))
         return requests
 
     def _failures_of(
@@ -216,9 +224,29 @@ class Reward:
                 "completion_raw": text,
                 "finished": bool(batch["finished_B"][index]),
                 "answer": gold_answer(requests[index].row[answer]) if answer in requests[index].row else None,
+                **self._turns(batch.select([index]), requests[index].episode),
             }
             for index, prompt, text in zip(chosen, prompts, raw, strict=True)
         ]
+
+    def _turns(self, sample: Batch, episode: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return an episode's sample for people: why it ended, and its text piece by piece, with the log-prob of each
+        token that the policy learns from."""
+        if episode is None:
+            return {}
+        assert self._codec is not None
+        tokens, logprobs = sample["tokens_T"].tolist(), sample["rollout_logprob_T"].tolist()
+        pieces: list[dict[str, Any]] = []
+        for by_policy, run in groupby(range(len(tokens)), key=lambda at: bool(sample["loss_mask_T"][at])):
+            places = [*run]
+            piece: dict[str, Any] = {
+                "text": self._codec.decode([[tokens[at] for at in places]], special_tokens=True)[0]
+            }
+            if by_policy:
+                texts = self._codec.decode([[tokens[at]] for at in places], special_tokens=True)
+                piece["tokens"] = [[text, round(logprobs[at], 4)] for text, at in zip(texts, places, strict=True)]
+            pieces.append(piece)
+        return {"stop": episode["stop"], "environment_reward": episode["reward"], "pieces": pieces}
 
     def handlers(self) -> Mapping[Verb, Handler]:
         verbs: Mapping[Verb, TypedHandler] = {
@@ -234,8 +262,8 @@ class Reward:
 
 
 def _said(request: GradeRequest, grade: Grade) -> str:
-    """Return why a sample has no score, its row and its id. Of a traceback the last line counts; a server's reply may be
-    part of another text."""
+    """Return why a sample has no score, its row and its id."""
+    # Of a traceback the last line counts; a server's reply may be part of another text.
     text = last_line(grade.text) if grade.cause in CAUSES else " ".join(grade.text.split())
     return f"{text or grade.cause} ({request.where}, sample {request.sample})"
 
