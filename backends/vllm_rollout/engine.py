@@ -160,8 +160,9 @@ class VllmRolloutEngine(SyncedSampler):
         found = self._step()
         for output in found:
             del self._names[int(output.request_id)]
-            # Tokens of prompts that were found in the prefix cache instead of computed.
-            self.counts["cached_prompt_tokens"] += output.num_cached_tokens or 0
+            cached = output.num_cached_tokens or 0
+            self.counts["reused_tokens"] += cached
+            self.counts["prefilled_tokens"] += len(output.prompt_token_ids or ()) - cached
         return [completion_of(output) for output in found]
 
     def _drop(self, ids: Collection[int]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop.sampling import Generation
+from rlctl.loop.sampling import PREFIX_COUNTS, Generation
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, Verb
@@ -40,12 +40,27 @@ class Cohort:
     def __init__(self, prompts: Batch) -> None:
         self.prompts = prompts
         self.open = set(prompts["rollout_B"].tolist())
-        self.asked: list[Batch] = []
+        self._asking: set[int] = set()  # those that have asked for a turn
+        self._asked: list[Batch] = []
 
     @property
     def ready(self) -> bool:
-        """Whether every open episode has asked for a turn."""
-        return bool(self.open) and sum(map(len, self.asked)) == len(self.open)
+        """Whether every open episode has asked for a turn; an agent may ask for several."""
+        return len(self._asking) == len(self.open)
+
+    def ask(self, turns: Batch) -> None:
+        self._asked.append(turns)
+        self._asking.update(turns["rollout_B"].tolist())
+
+    def end(self, rollout: int) -> None:
+        self.open.discard(rollout)
+        self._asking.discard(rollout)
+
+    def take(self) -> Batch:
+        """Return the turns that were asked for, in the order of their ids."""
+        asked, self._asked, self._asking = self._asked, [], set()
+        wave = Batch.concat(asked)
+        return wave.select(np.argsort(wave["id_B"], kind="stable"))
 
 
 @dataclass
@@ -60,32 +75,37 @@ class Line:
 class TurnRelay:
     """Has the turns drawn that episodes of a batch ask for, and takes them back to who waits for them."""
 
-    def __init__(self, rollout: Group, reward: Group, sampling: Sampling, step: int, *, in_order: bool) -> None:
+    def __init__(
+        self, rollout: Group, reward: Group, sampling: Sampling, step: int, counts: Counter[str], *, in_order: bool
+    ) -> None:
+        """`counts` gets the engines' PREFIX_COUNTS."""
         self.rollout, self.reward, self.sampling, self.step, self.in_order = rollout, reward, sampling, step, in_order
-        self.drawing: set[int] = set()  # ids
+        self.drawing: dict[int, Batch] = {}  # by id: what it was sent out with
         self.stranded: list[Batch] = []  # turns that no replica could draw
-        self.counts: Counter[str] = Counter()  # of the engines
+        self.counts = counts
         self._home_of: dict[int, int] = {}  # by rollout: the rank that runs it
         self._cohort_of: dict[int, Cohort] = {}  # by rollout
         self._lines: list[Line] = []
         self._forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: ids of which nothing more will come
 
     def begin(self, prompts: Batch, start: Start, processes: int) -> None:
-        """Begin episodes, at once, or cohort by cohort. `processes`: how many can be open."""
-        replicas = self.rollout.ready if self.in_order else []
-        if not replicas:
+        """Begin episodes, at once, or cohort by cohort. `processes`: how many can be open, wherever they run: all of a
+        cohort must be, or they would wait for each other."""
+        if not self.in_order:
             start(prompts)
             return
         _, group_R = np.unique(prompts["group_B"], return_inverse=True)
-        most = max(1, processes // (COHORTS * len(replicas)))
+        replicas = self.rollout.here
+        at_once = max(1, min(COHORTS, processes // len(replicas)))
+        most = max(1, processes // (at_once * len(replicas)))
         for place, replica in enumerate(replicas):
             mine = np.flatnonzero(group_R % len(replicas) == place)
-            pieces = np.array_split(mine, max(COHORTS, -(-len(mine) // most)))
+            pieces = np.array_split(mine, max(at_once, -(-len(mine) // most)))
             cohorts = [Cohort(prompts.select(piece)) for piece in pieces if len(piece)]
             self._cohort_of |= {rollout: cohort for cohort in cohorts for rollout in cohort.open}
-            self._lines.append(Line(replica, deque(cohorts[:COHORTS]), deque(cohorts[COHORTS:])))
+            self._lines.append(Line(replica, deque(cohorts[:at_once]), deque(cohorts[at_once:])))
         for line in self._lines:
-            for cohort in line.under_way:
+            for cohort in [*line.under_way]:
                 start(cohort.prompts)
 
     def ask(self, batch: Batch, rank: int) -> None:
@@ -99,15 +119,20 @@ class TurnRelay:
         for index, rollout in enumerate(rollouts):
             parts[self._cohort_of[rollout]].append(index)
         for cohort, indices in parts.items():
-            cohort.asked.append(batch.select(indices))
-        self._draw_waves(lambda prompts: None)
+            cohort.ask(batch.select(indices))
+        self._draw_waves()
 
     def ended(self, rollouts: Collection[int], start: Start) -> None:
         """Note that these episodes will ask no more; begin the next cohort where one has ended."""
         for rollout in rollouts:
             if (cohort := self._cohort_of.pop(rollout, None)) is not None:
-                cohort.open.discard(rollout)
-        self._draw_waves(start)
+                cohort.end(rollout)
+        for line in self._lines:
+            for place, cohort in enumerate([*line.under_way]):
+                if not cohort.open and line.waiting:
+                    line.under_way[place] = line.waiting.popleft()
+                    start(line.under_way[place].prompts)
+        self._draw_waves()
 
     def forget(self, ids: Collection[int]) -> None:
         """Let the replicas drop what they keep for these samples."""
@@ -120,21 +145,13 @@ class TurnRelay:
         for batch in stranded:
             self._draw_anywhere(batch)
 
-    def _draw_waves(self, start: Start) -> None:
+    def _draw_waves(self) -> None:
         for line in self._lines:
-            while line.under_way and (line.under_way[0].ready or not line.under_way[0].open):
-                cohort = line.under_way[0]
+            while line.under_way and line.under_way[0].ready:
+                cohort = line.under_way.popleft()
                 if cohort.open:
-                    asked, cohort.asked = cohort.asked, []
-                    wave = Batch.concat(asked)
-                    self._draw(wave.select(np.argsort(wave["id_B"], kind="stable")), line.replica)
-                elif line.waiting:
-                    line.under_way[0] = line.waiting.popleft()
-                    start(line.under_way[0].prompts)
-                else:
-                    line.under_way.popleft()
-                    continue
-                line.under_way.rotate(-1)
+                    line.under_way.append(cohort)
+                    self._draw(cohort.take(), line.replica)
 
     def _draw_anywhere(self, batch: Batch) -> None:
         """Draw turns where there is a replica; those of a group stay together, so that it can keep what they share."""
@@ -144,11 +161,13 @@ class TurnRelay:
             if len(chosen := np.flatnonzero(place_B == place)):
                 self._draw(batch.select(chosen), replica)
         if not replicas:
+            for id_ in batch["id_B"].tolist():
+                self.drawing.pop(id_, None)
             self.stranded.append(batch)
 
     def _draw(self, batch: Batch, replica: int) -> None:
         ids = batch["id_B"]
-        self.drawing.update(ids.tolist())
+        self.drawing |= dict.fromkeys(ids.tolist(), batch)
         columns = {**batch.columns, "prefix_B": _prefixes(batch), "group_B": ids}  # each comes back when it is done
         self.rollout.post(
             Verb.GENERATE,
@@ -163,7 +182,8 @@ class TurnRelay:
 
     def _hand_back(self, message: Message) -> None:
         batch = message.batch
-        self.drawing.difference_update(batch["id_B"].tolist())
+        for id_ in batch["id_B"].tolist():
+            del self.drawing[id_]
         home_B = np.array([self._home_of[rollout] for rollout in batch["rollout_B"].tolist()])
         needed = batch.only(COLUMNS[Verb.TURNS].needs)
         for rank in np.unique(home_B).tolist():
@@ -173,9 +193,9 @@ class TurnRelay:
     def _drawn(self, batch: Batch, call: Call) -> None:
         """Have what a lost replica had not finished drawn by another."""
         for answer in call.answers.values():
-            self.counts.update({name: n for name, n in answer.body.items() if isinstance(n, int)})
-        left = np.flatnonzero(np.isin(batch["id_B"], [*self.drawing])) if call.failed else ()
-        if len(left):
+            self.counts.update({name: answer.body.get(name, 0) for name in PREFIX_COUNTS})
+        if call.failed:
+            left = [place for place, id_ in enumerate(batch["id_B"].tolist()) if self.drawing.get(id_) is batch]
             self._draw_anywhere(batch.select(left))
 
 
@@ -198,39 +218,49 @@ class EpisodeGeneration(Generation):
 
     def _begin(self, prompts: Batch) -> None:
         sampler = self._sampler
-        self.relay = TurnRelay(sampler.rollout, sampler.reward, self._sampling, self.step, in_order=self._in_order)
-        processes = min(one.processes for one in sampler.spec.environments) * len(sampler.reward.ready)
-        self.relay.begin(prompts, self._start, processes)
+        groups, counts = (sampler.rollout, sampler.reward), sampler.prefix_counts
+        self.relay = TurnRelay(*groups, self._sampling, self.step, counts, in_order=self._in_order)
+        self.relay.begin(prompts, self._start, min(one.processes for one in sampler.spec.environments))
 
     def _start(self, prompts: Batch) -> None:
         """Send episodes to the ranks of the reward role, group by group in turn."""
         ranks = self._sampler.reward.ready
         _, group_B = np.unique(prompts["group_B"], return_inverse=True)
-        shards = [prompts.select(np.flatnonzero(group_B % len(ranks) == place)) for place in range(len(ranks))]
-        self._running += 1
-        self._sampler.reward.post(
-            Verb.EPISODES,
-            [bodies.Episodes(rows=self.prompts.rows_of(shard)) for shard in shards],
-            tensors=[shard.columns for shard in shards],
-            step=self.step,
-            ranks=ranks,
-            on_part=self._hear,
-            on_done=partial(self._ended, prompts),
-        )
+        shards = {rank: np.flatnonzero(group_B % len(ranks) == place) for place, rank in enumerate(ranks)}
+        self._running += len(ranks)
+        for rank, chosen in shards.items():
+            shard = prompts.select(chosen)
+            self._sampler.reward.post(
+                Verb.EPISODES,
+                bodies.Episodes(rows=self.prompts.rows_of(shard)),
+                tensors=shard.columns,
+                step=self.step,
+                ranks=[rank],
+                on_part=self._hear,
+                on_done=partial(self._ended, shard),
+            )
 
     def _hear(self, message: Message) -> None:
         part = bodies.EpisodePart.of(message)
         if part.kind == "samples":
             self.relay.forget(message.tensors["id_B"].tolist())
-            self._grade(message.batch, part.episodes)
+            self._grade(self._with_versions(message.batch), part.episodes)
             return
         if message.tensors:
             self.relay.ask(message.batch, part.rank)
         self.relay.ended(part.ended, self._start)
 
+    def _with_versions(self, batch: Batch) -> Batch:
+        """Let samples of which nothing was drawn, for their environment was lost before, count as fresh."""
+        version_B = batch["version_B"]
+        if self._what == "train" and (version_B < 0).any():
+            fresh = self._sampler.spec.weights_version(self.step - 1)
+            return Batch({**batch.columns, "version_B": np.where(version_B < 0, fresh, version_B)})
+        return batch
+
     def _ended(self, prompts: Batch, call: Call) -> None:
         """Count a call that is over. After the last one the next batch of episodes begins, where they follow each
-        other. What a lost rank ran is begun again by `wait`."""
+        other. What a lost rank ran is begun again by `wait`; the others' turns do not wait for it."""
         self._running -= 1
         if call.failed:
             self.relay.ended(prompts["rollout_B"].tolist(), self._start)

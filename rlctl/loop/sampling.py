@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 OnArrival = Callable[[int, int], None]
 """Gets how many completions are here, and how many there will be."""
 
+PREFIX_COUNTS = ("reused_tokens", "prefilled_tokens")  # of prompts, that the sampler had or computed
 SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl
 
 
@@ -88,9 +89,15 @@ class Sampler:
         self.score_model, self._generation = score_model, generation or Generation
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.graders = Graders(reward)
+        self.prefix_counts: Counter[str] = Counter()
         self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start
         self.judged = any(term.graded_by == "judge" for term in spec.reward_terms)
         self.clock, self.sync, self.grading = clock, sync, grading
+
+    def take_prefix_share(self) -> dict[str, float]:
+        """Return which share of the turns' prompts was not computed again, since the last call."""
+        reused, computed = (self.prefix_counts.pop(name, 0) for name in PREFIX_COUNTS)
+        return {"episode/prefix_reused": reused / (reused + computed)} if reused + computed else {}
 
     def restore_graders(self, step: int) -> None:
         """Let restarted processes of the reward role grade again."""

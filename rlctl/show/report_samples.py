@@ -48,11 +48,12 @@ def _row(sample: dict[str, Any]) -> str:
     score = number(drawable(reward)) if isinstance(reward, int | float | None) else html(reward)
     terms = terms if isinstance(terms, list) else []
     values = [number(float(term)) for term in terms if isinstance(term, int | float)]
+    pieces = sample.get("pieces")
     cells = (
         html(sample.get("step", "")),
         _text(sample.get("prompt")),
-        _text(sample.get("completion_raw", sample.get("completion"))),
-        end,
+        _episode(pieces) if isinstance(pieces, list) else _text(sample.get("completion_raw", sample.get("completion"))),
+        html(str(sample.get("stop", end)).replace("_", " ")),
         _text(sample.get("answer")),
         score if graded else "not graded",
         ", ".join(values) or "–",
@@ -60,6 +61,23 @@ def _row(sample: dict[str, Any]) -> str:
     rank = drawable(reward) if graded else None
     about = f'data-reward="{"" if rank is None else rank}" data-end="{end}" data-graded="{"yes" if graded else "no"}"'
     return f"<tr {about}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _episode(pieces: Sequence[Any]) -> str:
+    """Show what followed the prompt: of the policy each token with its log-prob, of others plain text."""
+    shown, left = [], 4 * TEXT_SHOWN
+    for piece in pieces[1:]:
+        tokens = piece.get("tokens", [[piece["text"][:left], None]])
+        left -= len(piece["text"])
+        spans = (
+            html(text) if logprob is None else f"<i title='{html(number(logprob))}'>{html(text)}</i>"
+            for text, logprob in tokens
+        )
+        shown.append(f"<span class={'wrote' if 'tokens' in piece else 'told'}>{''.join(spans)}</span>")
+        if left <= 0:
+            shown.append(" …")
+            break
+    return f"<pre>{''.join(shown)}</pre>"
 
 
 def _text(text: object) -> str:

@@ -46,8 +46,8 @@ class Episode:
     ) -> None:
         """`turn_tokens`: of the longest turn."""
         self.task, self.section, self.described = task, section, described
-        self._chats, self._draw, self._turn_tokens = chats, draw, turn_tokens
-        self.trajectory = Trajectory(task)
+        self._draw, self._turn_tokens = draw, turn_tokens
+        self.trajectory, self._of_row = Trajectory(task), len(task.messages)
         self._chat = chats(described.tools)
         self._said: dict[int, tuple[list[Message], AssistantTurn]] = {}  # conversations of an agent, by sample
 
@@ -89,6 +89,8 @@ class Episode:
     async def _play(self, environment: Environment) -> StopReason:
         messages, answer = self.trajectory.messages, self._step if self.described.mode == "text" else self._use_tools
         messages += _begun(self.task.messages, await self._call(environment.reset(self.task.values, self.task.seed)))
+        row = self.task.messages
+        self._of_row = len(row) - (messages[: len(row)] != [*row])  # what `reset` adds to a message is not the data's
         number = self._branch(messages)
         while True:
             before = [*messages]
@@ -109,16 +111,18 @@ class Episode:
         drawn = await self._draw(self.task, number, sample, asked)
         turn = self._chat.read(drawn.tokens)
         messages.append(turn.message)
-        found.parse_errors += bool(turn.error)
-        sample.add_turn(drawn, learn=not (turn.error and self.section.on_parse_error == "mask"))
-        if not drawn.finished and asked == limit:
+        cut_off = not drawn.finished and asked == limit
+        malformed = bool(turn.error) and not cut_off
+        found.parse_errors += malformed
+        sample.add_turn(drawn, learn=not (malformed and self.section.on_parse_error == "mask"))
+        if cut_off:
             raise Ended("max_tokens" if limit == self._turn_tokens else "context_overflow")
         return turn
 
     async def _step(self, environment: Environment, turn: AssistantTurn) -> tuple[list[Message], StopReason | None]:
         reply = await self._call(environment.step(turn.text))
         self._count(reply)
-        stop: StopReason | None = "completed" if reply.done else "max_turns" if reply.truncated else None
+        stop: StopReason | None = "max_turns" if reply.truncated else "completed" if reply.done else None
         return reply.text if isinstance(reply.text, list) else [{"role": "user", "content": reply.text}], stop
 
     async def _use_tools(
@@ -157,7 +161,7 @@ class Episode:
 
     def _branch(self, messages: Sequence[Message]) -> int:
         """Begin a sample with a conversation; return its number."""
-        tokens = self._chat.prompt(messages, of_row=len(self.task.messages))
+        tokens = self._chat.prompt(messages, of_row=self._of_row)
         self._check_limits(len(tokens))
         self.trajectory.samples.append(Sample(tokens))
         return len(self.trajectory.samples) - 1
@@ -236,8 +240,8 @@ class Episode:
 
 
 def _requested(request: Mapping[str, Any]) -> tuple[list[Message], int]:
-    """Return the messages of `client.chat` and the most tokens that it asks for, 0 without. Raises EnvironmentLost where
-    they are none."""
+    """Return the messages of `client.chat` and the most tokens that it asks for, 0 without. Raises EnvironmentLost for
+    what are none."""
     messages, most = request["messages"], request["max_tokens"]
     each = messages if isinstance(messages, list) else []
     if not each or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in each):

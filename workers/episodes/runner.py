@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from backends.hf.tokenizer import TextCodec
-from specs.errors import RewardError
-from specs.schema.environment import EnvironmentSection
+from specs.errors import DataError
+from specs.text import show
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.role_config import RewardConfig
@@ -84,21 +84,19 @@ class EpisodeRunner:
     def turns(self, call: Request[bodies.Nothing]) -> None:
         """Hand on what the sampler wrote."""
         batch = call.batch
-        written = batch["loss_mask_T"] != 0
-        for index, id_ in enumerate(batch["id_B"].tolist()):
-            of_turn = np.flatnonzero(written[batch.offsets[index] : batch.offsets[index + 1]]) + batch.offsets[index]
-            turn = SampledTurn(
-                batch["tokens_T"][of_turn].tolist(),
-                batch["rollout_logprob_T"][of_turn].tolist(),
-                bool(batch["finished_B"][index]),
-                int(batch["version_B"][index]),
-            )
-            self._loop.call_soon_threadsafe(self._hand_on, id_, turn)
+        columns = (batch.sequences(name) for name in ("tokens_T", "rollout_logprob_T", "loss_mask_T"))
+        ends = zip(*(batch[name].tolist() for name in ("id_B", "finished_B", "version_B")), strict=True)
+        turns = {
+            id_: SampledTurn(tokens_T[mask_T != 0].tolist(), logprob_T[mask_T != 0].tolist(), bool(finished), version)
+            for (id_, finished, version), tokens_T, logprob_T, mask_T in zip(ends, *columns, strict=True)
+        }
+        self._loop.call_soon_threadsafe(self._hand_on, turns)
 
-    def _hand_on(self, id_: int, turn: SampledTurn) -> None:
-        future = self._waiting.pop(id_, None)
-        if future is not None and not future.done():
-            future.set_result(turn)
+    def _hand_on(self, turns: Mapping[int, SampledTurn]) -> None:
+        for id_, turn in turns.items():
+            future = self._waiting.pop(id_, None)
+            if future is not None and not future.done():
+                future.set_result(turn)
 
     def close(self) -> None:
         """Break off what is under way, and end every environment."""
@@ -119,6 +117,7 @@ class EpisodeRunner:
 
     def _tasks(self, call: Request[bodies.Episodes]) -> list[Task]:
         batch, rows = call.batch, call.body.rows
+        environment_of = {number: self._environment_of(row) for number, row in rows.items()}
         prompts = batch.sequences("tokens_T")
         greedy_B = batch.columns.get("greedy_B", np.zeros(len(batch), np.uint8)).tolist()
         names = zip(*(batch[f"{name}_B"].tolist() for name in ("id", "group", "rollout", "row")), strict=True)
@@ -133,24 +132,24 @@ class EpisodeRunner:
                 prompts[index].tolist(),
                 rows[str(row)].values,
                 rows[str(row)].messages or (),
+                environment_of[str(row)],
             )
             for index, (id_, group, rollout, row) in enumerate(names)
         ]
 
-    def section_of(self, task: Task) -> EnvironmentSection:
-        """Return the environment that a row names."""
+    def _environment_of(self, row: bodies.Row) -> str:
+        """Return the name of a row's environment. Raises DataError where its column names none."""
         if len(self._sections) == 1:
-            return next(iter(self._sections.values()))
+            return next(iter(self._sections))
         column = self._config.environment_column
-        name = task.values.get(column)
-        if name not in self._sections:
-            known = ", ".join(self._sections)
-            raise RewardError(f"column {column!r} names the environment {name!r}; the spec has {known}")
-        return self._sections[str(name)]
+        if (name := str(row.values.get(column, ""))) not in self._sections:
+            message = f"{row.where}: {column} = {show(name)} is no environment of the spec"
+            raise DataError(message, hint=f"{column} (data.environment_column) must be {' or '.join(self._sections)}")
+        return name
 
     async def play(self, task: Task, batch: _Batch) -> Trajectory:
         """Run one episode."""
-        section = self.section_of(task)
+        section = self._sections[task.environment]
         described = self._described[section.name]
         turn_tokens = self._config.max_response_tokens
         return await Episode(task, section, described, self.chat, batch.draw, turn_tokens).run(
@@ -178,9 +177,7 @@ class _Batch:
         groups: dict[int, list[Task]] = defaultdict(list)
         for task in tasks:
             groups[task.group].append(task)
-        async with asyncio.TaskGroup() as running:
-            for members in groups.values():
-                running.create_task(self._play_group(members))
+        await asyncio.gather(*map(self._play_group, groups.values()))
         self._send()
         return {}, {}
 

@@ -11,7 +11,7 @@ import numpy as np
 from specs.schema.environment import BY_ITSELF, STOP_REASONS, StopReason
 from specs.wire.batch import Column
 
-BRANCH_BITS = 40  # ids of further samples of a rollout lie so far above the first one's
+BRANCH_BITS = 48  # ids of further samples of a rollout lie so far above the first ones, those of evaluations too
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Task:
     prompt: Sequence[int]
     values: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]]
+    environment: str  # its name
 
     def sample_id(self, number: int) -> int:
         """Return the id of one of its samples."""

@@ -1,0 +1,211 @@
+"""Turns between episodes that ask and replicas that draw, in every order in which they may come: what is drawn
+together, who waits for whom, and what a lost replica or rank leaves behind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.loop.episodes import EpisodeGeneration, TurnRelay
+from rlctl.loop.sampling import PromptBatch
+from specs.wire.batch import Batch
+from specs.wire.bodies import Row
+from specs.wire.messages import Kind, Message, Verb
+from specs.wire.role_config import Sampling
+
+SAMPLING = Sampling(seed=0, max_response_tokens=4)
+
+
+def turns_of(rollouts: list[int], group_size: int = 2) -> Batch:
+    """Prompts, or turns that are asked for: a rollout's id is its number."""
+    ids = np.array(rollouts, dtype=np.int64)
+    return Batch(
+        {
+            "tokens_T": np.repeat(ids, 2),
+            "length_B": np.full(len(ids), 2),
+            "position_B": np.zeros_like(ids),
+            **{f"{name}_B": ids for name in ("id", "rollout")},
+            **{f"{name}_B": ids // group_size for name in ("group", "row")},
+        }
+    )
+
+
+@dataclass
+class Posted:
+    verb: Verb
+    batch: Batch
+    rank: int
+    on_part: Any
+    on_done: Any
+
+    def answer(self, rollouts: list[int]) -> None:
+        """What was drawn for some of them."""
+        drawn = turns_of(rollouts)
+        columns = {"loss_mask_T": np.tile([0, 1], len(drawn)), "rollout_logprob_T": np.zeros(2 * len(drawn))}
+        ends = {"finished_B": np.ones(len(drawn)), "version_B": np.zeros(len(drawn))}
+        self.on_part(Message(Kind.PART, tensors={**drawn.columns, **columns, **ends}))
+
+    def end(self, *, lost: bool = False) -> None:
+        self.on_done(SimpleNamespace(failed={self.rank} if lost else set(), answers={}))
+
+
+@dataclass
+class Ranks:
+    """A role whose ranks do what a test tells them."""
+
+    size: int
+    posted: list[Posted] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+
+    @property
+    def here(self) -> list[int]:
+        return list(range(self.size))
+
+    @property
+    def ready(self) -> list[int]:
+        return [rank for rank in self.here if rank not in self.lost]
+
+    def post(self, verb: Verb, body: Any = None, *, tensors: Any, ranks: list[int], **more: Any) -> None:
+        call = Posted(verb, Batch(dict(tensors)), ranks[0], more.get("on_part"), more.get("on_done"))
+        if call.rank in self.lost:
+            call.end(lost=True)
+        else:
+            self.posted.append(call)
+
+
+def relay_of(rollout: Ranks, reward: Ranks, *, in_order: bool) -> TurnRelay:
+    return TurnRelay(rollout, reward, SAMPLING, 1, Counter(), in_order=in_order)  # type: ignore[arg-type]
+
+
+def play(turns: list[int], replicas: int, processes: int, seed: int, at_once: int = 1) -> list[tuple[int, list[int]]]:
+    """Episodes of so many turns, which ask for as many as `at_once` in one go; all that may happen next happens in a
+    random order. Returns what was drawn together, by replica."""
+    chance, rollout, reward = random.Random(seed), Ranks(replicas), Ranks(1)
+    relay = relay_of(rollout, reward, in_order=True)
+    queue: list[int] = []  # begun, without a process
+    left: dict[int, int] = {}  # with a process, and how many turns are left
+    waiting: dict[int, int] = {}  # for so many turns
+
+    def begin(prompts: Batch) -> None:
+        queue.extend(prompts["rollout_B"].tolist())
+
+    def act(number: int) -> None:
+        if not left[number]:
+            del left[number]
+            relay.ended([number], begin)
+            return
+        asked = min(left[number], at_once)
+        waiting[number], left[number] = asked, left[number] - asked
+        for _ in range(asked):
+            relay.ask(turns_of([number]), 0)
+
+    relay.begin(turns_of([*range(len(turns))]), begin, processes)
+    waves: dict[int, list[list[int]]] = {replica: [] for replica in range(replicas)}
+    while queue or left:
+        while queue and len(left) < processes:
+            number = queue.pop(0)
+            left[number] = turns[number]
+        idle = [number for number in left if number not in waiting]
+        first = {call.rank: call for call in reversed(rollout.posted)}  # one at a time on each replica
+        assert idle or first, f"{left} wait for each other"
+        chosen = chance.choice([*idle, *first.values()])
+        if isinstance(chosen, int):
+            act(chosen)
+            continue
+        rollout.posted.remove(chosen)
+        drawn = chosen.batch["rollout_B"].tolist()
+        waves[chosen.rank].append(drawn)
+        chance.shuffle(drawn)
+        for number in drawn:
+            chosen.answer([number])
+            waiting[number] -= 1
+            waiting = {number: count for number, count in waiting.items() if count}
+        chosen.end()
+    assert not relay.drawing
+    return [(replica, wave) for replica in waves for wave in waves[replica]]
+
+
+TURNS = [3, 1, 2, 4, 1, 1, 5, 2, 3, 3, 1, 2]
+
+
+@pytest.mark.parametrize(("replicas", "processes"), [(1, 64), (1, 5), (2, 8), (1, 1), (2, 1), (3, 2), (3, 7)])
+def test_what_is_drawn_together_follows_from_counts(replicas: int, processes: int) -> None:
+    """Whoever is quicker, and however few can be open at once."""
+    waves = play(TURNS, replicas, processes, seed=0)
+    assert Counter(number for _, wave in waves for number in wave) == dict(enumerate(TURNS))
+    assert all(len(wave) <= processes for _, wave in waves)
+    for seed in range(1, 12):
+        assert play(TURNS, replicas, processes, seed) == waves
+
+
+def test_two_cohorts_take_turns() -> None:
+    assert play([2, 2, 1, 2], 1, 64, seed=3) == [(0, [0, 1]), (0, [2, 3]), (0, [0, 1]), (0, [3])]
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_episodes_that_ask_for_several_turns_at_once(at_once: int) -> None:
+    for seed in range(12):
+        waves = play(TURNS, 1, 64, seed, at_once)
+        assert Counter(number for _, wave in waves for number in set(wave)).keys() == dict(enumerate(TURNS)).keys()
+
+
+def test_the_turn_of_a_lost_replica_is_drawn_once_more_and_no_earlier_one() -> None:
+    """An episode that has asked for its next turn while its last call is still open."""
+    rollout, reward = Ranks(2), Ranks(1)
+    relay = relay_of(rollout, reward, in_order=False)
+    relay.begin(turns_of([0, 1]), lambda prompts: None, 8)
+    relay.ask(turns_of([0, 1]), 0)
+    (first,) = rollout.posted
+    first.answer([0])
+    relay.ask(turns_of([0]), 0)
+    second = rollout.posted[-1]
+    assert (first.rank, second.rank) == (0, 0)
+    rollout.lost.add(0)
+    rollout.posted.clear()
+    first.end(lost=True)
+    second.end(lost=True)
+    assert [(call.rank, call.batch["id_B"].tolist()) for call in rollout.posted] == [(1, [1]), (1, [0])]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_turns_wait_for_a_replica_where_there_is_none(in_order: bool) -> None:
+    rollout, reward = Ranks(1, lost={0}), Ranks(1)
+    relay = relay_of(rollout, reward, in_order=in_order)
+    relay.begin(turns_of([0, 1]), lambda prompts: None, 8)
+    relay.ask(turns_of([0, 1]), 0)
+    assert (len(relay.stranded), len(relay.drawing), rollout.posted) == (1 + in_order, 0, [])
+    rollout.lost.clear()
+    relay.resume()
+    assert sorted(number for call in rollout.posted for number in call.batch["id_B"]) == [0, 1]
+    assert sorted(relay.drawing) == [0, 1]
+
+
+def test_the_others_do_not_wait_for_the_episodes_of_a_lost_rank() -> None:
+    """Two ranks of the reward role run the episodes of one cohort; one is lost. What it ran begins anew at the end."""
+    rollout, reward = Ranks(1), Ranks(2)
+    section = SimpleNamespace(processes=64)
+    spec = SimpleNamespace(rollout=SimpleNamespace(in_order=True), environments=[section])
+    sampler = SimpleNamespace(spec=spec, rollout=rollout, reward=reward, episodes=deque(), prefix_counts=Counter())
+    prompts = PromptBatch(
+        turns_of([0, 1, 2, 3, 4, 5, 6, 7]), {str(row): Row(where="", prompt="", values={}) for row in range(4)}
+    )
+    generation = EpisodeGeneration(sampler, prompts, SAMPLING, 1, "train", 0, lambda arrived, total: None)  # type: ignore[arg-type]
+    generation.start()
+    begun = {call.rank: [] for call in reward.posted}
+    for call in reward.posted:
+        begun[call.rank] += [(call, call.batch["rollout_B"].tolist())]
+    assert [numbers for _, numbers in begun[0]] == [[0, 1], [4, 5]]
+    for call, numbers in begun[0]:
+        body = {"kind": "turns", "rank": 0}
+        call.on_part(Message(Kind.PART, body, tensors=turns_of(numbers).columns))
+    assert rollout.posted == [], "the others of their cohorts have not asked"
+    reward.lost.add(1)
+    for call, _ in begun[1]:
+        call.end(lost=True)
+    assert [call.batch["id_B"].tolist() for call in rollout.posted] == [[0, 1], [4, 5]]
