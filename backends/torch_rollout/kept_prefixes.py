@@ -30,7 +30,8 @@ class KeptPrefix:
 
 
 class KeptPrefixes:
-    """Prefixes by the id of their sample, of at most `limit` tokens together. Those kept longest make room."""
+    """Prefixes by the id of their sample, of at most `limit` tokens together. What does not fit is not kept: episodes
+    come back in the order in which they were kept, so that making room would drop what is asked for next."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.tokens = limit, 0
@@ -38,10 +39,9 @@ class KeptPrefixes:
 
     def put(self, name: int, prefix: KeptPrefix) -> None:
         self.forget([name])
-        self.held[name] = prefix
-        self.tokens += len(prefix.tokens)
-        while self.tokens > self.limit:
-            self.forget([next(iter(self.held))])
+        if self.tokens + len(prefix.tokens) <= self.limit:
+            self.held[name] = prefix
+            self.tokens += len(prefix.tokens)
 
     def take(self, request: SampleRequest) -> KeptPrefix | None:
         """Return what is kept of a request's sample, and keep it no longer; None where the request does not go on from
