@@ -1,11 +1,15 @@
-"""Tasks that ship with rlctl: rows made by rule, the same on every machine, so that a run needs no data file."""
+"""Tasks that ship with rlctl: rows made by rule, the same on every machine, so that a run needs no data file. And the
+names of those that come from the package reasoning-gym."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "builtin:"
+GYM_PREFIX = "reasoning-gym:"
 
 
 def sort_digits() -> Iterator[dict[str, Any]]:
@@ -56,21 +60,20 @@ def products() -> Iterator[dict[str, Any]]:
 
 
 def products_chats() -> Iterator[dict[str, Any]]:
-    """Yield a conversation about each product: by turns one that calls the tool `calculator` and repeats what it says,
-    and one that gives the answer to another product at once."""
-    rows = list(products())
-    for index, row in enumerate(rows):
+    """Yield two conversations about each product: one that calls the tool `calculator` and repeats what it says, and
+    one that gives the answer to another product at once."""
+    wrong = "1000"
+    for row in products():
         asked = {"role": "user", "content": row["prompt"]}
-        if index % 2:
-            said = [{"role": "assistant", "content": rows[index - 1]["answer"]}]
-        else:
-            function = {"name": "calculator", "arguments": {"expression": row["prompt"]}}
-            said = [
-                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-                {"role": "tool", "content": row["answer"]},
-                {"role": "assistant", "content": row["answer"]},
-            ]
-        yield {"messages": [asked, *said], "tools": [CALCULATOR]}
+        function = {"name": "calculator", "arguments": {"expression": row["prompt"]}}
+        called = [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": row["answer"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+        for said in (called, [{"role": "assistant", "content": wrong}]):
+            yield {"messages": [asked, *said], "tools": [CALCULATOR]}
+        wrong = row["answer"]
 
 
 def guesses() -> Iterator[dict[str, Any]]:
@@ -105,3 +108,61 @@ BUILTIN_TASKS: Mapping[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "guesses": guesses,
     "guesses-chats": guesses_chats,
 }
+
+
+@dataclass(frozen=True)
+class GymSource:
+    """Name rows of a data set of reasoning-gym, `reasoning-gym:chain_sum?size=2000&seed=7&min_terms=2`. Row `n` is made
+    from `seed + n`; `options` are those of the data set."""
+
+    name: str
+    size: int
+    seed: int
+    options: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, source: str) -> GymSource:
+        """Return what a source says. Raises ValueError for a size or a seed that is none."""
+        name, _, text = source.removeprefix(GYM_PREFIX).partition("?")
+        pairs = (part.partition("=") for part in text.split("&") if part)
+        options = {key: _option(value) for key, _, value in pairs}
+        size, seed = options.pop("size", 10_000), options.pop("seed", 0)
+        for key, value, least in (("size", size, 1), ("seed", seed, 0)):
+            if type(value) is not int or value < least:
+                raise ValueError(f"its {key} is {value!r}, not a whole number of at least {least}")
+        return cls(name, size, seed, options)
+
+    def overlap(self, other: GymSource, rows: int) -> int:
+        """Return how many of the first `rows` rows of another source are rows of this one."""
+        same = (self.name, self.options) == (other.name, other.options)
+        end = min(self.seed + self.size, other.seed + min(rows, other.size))
+        return max(end - max(self.seed, other.seed), 0) if same else 0
+
+
+def _option(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def gym_entry_as_json(value: Any) -> Any:
+    """Return an entry of reasoning-gym, or a part of it, as JSON that `gym_entry` reads: scores tell tuples from lists,
+    and 1 from "1"."""
+    if isinstance(value, list):
+        return [gym_entry_as_json(each) for each in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": gym_entry_as_json([*value])}
+    if isinstance(value, dict) and any(not isinstance(key, str) for key in value):
+        return {"__dict__": gym_entry_as_json([[*pair] for pair in value.items()])}
+    return {key: gym_entry_as_json(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def gym_entry(value: Any) -> Any:
+    """Return the entry, or a part of it, as it was."""
+    if isinstance(value, list):
+        return [gym_entry(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    read = {key: gym_entry(each) for key, each in value.items()}
+    return tuple(read["__tuple__"]) if "__tuple__" in read else dict(read["__dict__"]) if "__dict__" in read else read

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 from backends import activity
@@ -42,6 +44,23 @@ def sync_handlers(rank: Rank) -> Mapping[Verb, Handler]:
     """The same under the names of verbs in which ranks of several roles meet."""
     ping = handlers(rank)[Verb.PING]
     return {Verb.EXPORT_BUCKET: ping, Verb.IMPORT_BUCKET: ping}
+
+
+def waiting(rank: Rank) -> Mapping[Verb, Handler]:
+    """`generate` is answered, from another thread, when `turns` brings its name in the body."""
+    open_calls: dict[str, Future[Reply]] = {}
+
+    def generate(message: Message, emit: Emit) -> Future[Reply]:
+        future = open_calls[str(message.body["name"])] = Future()
+        emit({"begun": message.body["name"]}, {})
+        return future
+
+    def turns(message: Message, emit: Emit) -> Reply:
+        future = open_calls.pop(str(message.body["name"]))
+        threading.Timer(0.05, future.set_result, [({"name": message.body["name"]}, {})]).start()
+        return {"open": len(open_calls)}, {}
+
+    return {**handlers(rank), Verb.GENERATE: generate, Verb.TURNS: turns}
 
 
 def graders(rank: Rank) -> Mapping[Verb, Handler]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
+from backends import activity
 from backends.protocol import Rank
 from specs.errors import Cause, DataError, PeerGone, SamplerDied
 from specs.wire.bodies import Sleep
 from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Kind, Message, Verb, parse
 from workers.main import place_from_env
-from workers.serve import Emit, Reply, Request, error_message, serve, typed
+from workers.serve import Emit, Reply, Request, Working, error_message, serve, typed
 
 
 class Tape:
@@ -27,6 +29,9 @@ class Tape:
 
     def receive(self) -> Message:
         return parse(self.requests.popleft().frames())
+
+    def received(self) -> Message | None:
+        return self.receive() if len(self.requests) > 1 else None
 
     def send(self, message: Message) -> None:
         self.answers.append(parse(message.frames()))
@@ -50,6 +55,40 @@ def test_parts_then_the_answer_then_goodbye() -> None:
         (Kind.ANSWER, Verb.CLOSE, 99),
     ]
     np.testing.assert_array_equal(tape.answers[0].tensors["x_T"], [0, 1])
+
+
+class Counting:
+    """Work that replies to a call each time it has advanced so many rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.open = rounds, deque[tuple[int, Future[Reply]]]()
+
+    def begin(self, message: Message, emit: Emit) -> Future[Reply]:
+        self.open.append((message.body["n"], Future()))
+        return self.open[-1][1]
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.open)
+
+    def advance(self) -> None:
+        self.rounds -= 1
+        if self.rounds < 0:
+            number, future = self.open.popleft()
+            if number == 5:
+                future.set_exception(DataError("row 5"))
+            else:
+                future.set_result(({"n": number}, {}))
+
+
+def test_a_reply_comes_later_while_further_calls_are_received() -> None:
+    work = Counting(rounds=3)
+    handlers = Working({Verb.GENERATE: work.begin, Verb.PING: lambda message, emit: ({}, {})}, work)
+    tape = Tape(call(Verb.GENERATE, 4), call(Verb.GENERATE, 5), call(Verb.PING, 6))
+    serve(tape, handlers)
+    kinds = [(answer.kind, answer.call) for answer in tape.answers]
+    assert kinds == [(Kind.ANSWER, 6), (Kind.ANSWER, 4), (Kind.ERROR, 5), (Kind.ANSWER, 99)]
+    assert activity.read() is None, "nothing is served any more"
 
 
 def test_the_loop_survives_errors_and_reports_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ class HeldTrainer:
 class Replica:
     """Everything that decides what a replica of a rollout engine holds, besides its own keys. `parallel`: GPUs that
     hold it together. `sequences`: those that one replica completes in a step. `gpu_GiB`: memory of a GPU; 0 on the CPU.
-    `lora`: adapters that it applies itself."""
+    `several_turns`: whether sequences wait for their next turn. `lora`: adapters that it applies itself."""
 
     parallel: int
     tensors: ModelTensors
@@ -69,6 +69,7 @@ class Replica:
     max_prompt_tokens: int
     gpu_GiB: float
     colocated: bool
+    several_turns: bool = False
     lora: Lora | None = None
 
     @property

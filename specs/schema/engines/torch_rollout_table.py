@@ -44,6 +44,9 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
         cache = slots * replica.max_sequence_tokens * replica.cache_bytes_per_token
         cache += slots * replica.state_bytes_per_sequence
         yield Part("KV cache", cache, replica.awake, exact=True)
+        if replica.several_turns:
+            waiting = min(self.max_sequences, replica.sequences) * replica.max_sequence_tokens
+            yield Part("waiting episodes", waiting * replica.cache_bytes_per_token, replica.awake)
         facts, size = replica.facts, DTYPE_BYTES[replica.dtype]
         prompts = max(1, min(self.prefill_tokens, replica.sequences * replica.max_prompt_tokens))
         inner = facts.intermediate_size or 4 * facts.hidden_size

@@ -16,8 +16,9 @@ import pytest
 from probe_groups import SUPPORT, probe_groups, role_plan, wait_until
 
 import rlctl.processes.failure_watch
+from rlctl.processes.calls import Call
 from specs.errors import Interrupted, RoleFailure, SpecError
-from specs.wire.messages import Message, Verb
+from specs.wire.messages import COLUMNS, Columns, Message, Verb
 from workers.watchdog import pids_marked
 
 BOUND_S = 60.0  # generous: the machine may be busy
@@ -48,6 +49,38 @@ def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
         replicas = rollout.call(Verb.PING, {"env": names})
         assert [(answer.body["rank"], answer.body["world_size"]) for answer in replicas] == [(0, 1), (1, 1)]
         assert replicas[1].body["env"]["RANK"] is None
+
+
+def test_a_rank_serves_many_calls_at_once_and_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come as they are ready. A verb that is not concurrent, or a call that is to be alone, waits for what was
+    sent before, and holds up what is posted after."""
+    monkeypatch.setitem(COLUMNS, Verb.GENERATE, Columns())
+    monkeypatch.setitem(COLUMNS, Verb.TURNS, Columns())
+    with probe_groups(tmp_path, role_plan("rollout", 1), factory="waiting") as groups:
+        rollout, begun, ended = groups["rollout"], [], []
+
+        def generate(name: str, *, alone: bool = False) -> Call:
+            return rollout.post(
+                Verb.GENERATE,
+                {"name": name},
+                on_part=lambda part: begun.append(part.body["begun"]),
+                on_done=lambda call: ended.append(name),
+                alone=alone,
+            )
+
+        calls = [generate("a"), generate("b")]
+        assert rollout.call(Verb.TURNS, {"name": "b"})[0].body["open"] == 1, "both are open"
+        assert calls[1].result()[0].body["name"] == "b"
+        assert (begun, ended) == (["a", "b"], ["b"])
+        assert rollout.post(Verb.TURNS, {"name": "a"}).result()
+        ping = rollout.post(Verb.PING)
+        calls += [generate("c", alone=True), generate("d")]
+        ping.result()
+        assert (calls[0].done, calls[2].sent, calls[3].sent) == (True, True, False)
+        groups.tick(0.2)
+        assert begun == ["a", "b", "c"], "d waits for c, which is alone"
+        assert [call.number for call in rollout.in_flight] == [calls[2].number]
+        groups.close(polite=False)
 
 
 def test_an_error_names_everything_and_the_rank_serves_on(tmp_path: Path) -> None:
@@ -138,7 +171,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from probe_groups import probe_groups, role_plan
-from specs.wire.messages import Message, Verb
+from specs.wire.messages import COLUMNS, Columns, Message, Verb
 from workers.watchdog import pids_marked
 with probe_groups(Path(sys.argv[1]), role_plan("rollout", 1), role_plan("actor", 2, "torchrun")) as groups:
     answers = [*groups["rollout"].call(Verb.PING), *groups["actor"].call(Verb.PING)]
