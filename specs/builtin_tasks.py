@@ -53,16 +53,17 @@ CALCULATOR = {
 
 
 def products() -> Iterator[dict[str, Any]]:
-    """Yield the 8,100 products of two numbers of two digits, `37*24`, in a fixed scattered order, with the answer."""
-    for index in range(8100):
-        first, second = divmod(index * 4001 % 8100, 90)
-        yield {"prompt": f"{first + 10}*{second + 10}", "answer": str((first + 10) * (second + 10))}
+    """Yield the 810 products of a digit and a number of two digits, `7*24`, in a fixed scattered order, with the
+    answer."""
+    for index in range(810):
+        first, second = divmod(index * 401 % 810, 90)
+        yield {"prompt": f"{first + 1}*{second + 10}", "answer": str((first + 1) * (second + 10))}
 
 
 def products_chats() -> Iterator[dict[str, Any]]:
     """Yield two conversations about each product: one that calls the tool `calculator` and repeats what it says, and
     one that gives the answer to another product at once."""
-    wrong = "1000"
+    wrong = "100"
     for row in products():
         asked = {"role": "user", "content": row["prompt"]}
         function = {"name": "calculator", "arguments": {"expression": row["prompt"]}}

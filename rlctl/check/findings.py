@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.check.environments import TriedEnvironment, try_environments
 from rlctl.check.own_functions import RewardCall, call_functions
 from rlctl.memory.fit import fit_problems
 from rlctl.preflight.data_files import first_row
@@ -37,6 +38,7 @@ class Findings:
     plan: Plan | None = None
     probe: ProbeFindings | None = None
     calls: Sequence[RewardCall] = ()  # of reward functions
+    environments: Sequence[TriedEnvironment] = ()
     rows: FirstRows = field(default_factory=FirstRows)  # that are learned from
     elsewhere: bool = False  # the run is for another machine than this
 
@@ -64,13 +66,14 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     lacking = [one for one in warnings if isinstance(one, NotHere)]
     known = {problem.key for problem in [*problems, *lacking]}
     called = call_functions(spec, spec_dir, known)
-    problems = [*problems, *called.errors]
+    tried = try_environments(spec, spec_dir, known)
+    problems = [*problems, *called.errors, *tried.errors]
     if elsewhere:
         warnings, notes = notes_of(warnings, notes)
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes, elsewhere=elsewhere)
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
-    warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tight]
+    warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tried.warnings, *tight]
     rows = first_row(spec, spec_dir) if isinstance(spec, RowsSpec) and not problems else FirstRows()
     if spec.run.place.exists():
         from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
@@ -82,7 +85,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     except SpecError as error:
         problems += [problem for problem in error.problems if problem not in problems]
     found = Findings([*problems, *too_large], warnings, notes, spec, plan, elsewhere=elsewhere)
-    return replace(found, calls=called.calls, rows=rows)
+    return replace(found, calls=called.calls, environments=tried.environments, rows=rows)
 
 
 def notes_of(problems: Iterable[Problem], notes: list[str]) -> tuple[list[Problem], list[str]]:

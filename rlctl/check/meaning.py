@@ -12,6 +12,7 @@ from rlctl.models.paths import resolve_model
 from rlctl.models.run_export import RunExport
 from rlctl.models.tokenizer_files import reference_of
 from rlctl.preflight.interpreters import SHOWN, Interpreter, look_at
+from rlctl.preflight.reward_files import environment_keys
 from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
 from specs.rules.transport_rules import choose_transport
@@ -38,11 +39,12 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         **{"placement": {}, "hosts": [], "batch": {}, "reference": {}},
         "example": [[{"text": text, "kind": kind} for text, kind in sequence] for sequence in findings.rows.example],
         "reward_functions": [asdict(call) for call in findings.calls],
+        "environments": [],
         "sync": {},
     }
     if spec is None:
         return found
-    found |= {"batch": _batch(spec), "reference": _reference(spec)}
+    found |= {"batch": _batch(spec), "reference": _reference(spec), "environments": _environments(spec, findings)}
     if (sampling := sampling_of(spec)) is not None:
         transport, why = choose_transport(sampling)
         found["sync"] = {"transport": transport, "why": why, "to": _links(spec, plan) if plan else []}
@@ -93,6 +95,14 @@ def _role(spec: Spec, plan: Plan, name: RoleName, spec_dir: Path, elsewhere: boo
         "versions": {"python": own.python, **installed} if own.python else {},  # of an interpreter of its own
         "not_known": [] if engine is None else not_known(engine),  # what its table leaves open, in words
     }
+
+
+def _environments(spec: Spec, findings: Findings) -> list[dict[str, Any]]:
+    """Return each environment of the spec, and under `tried` what was found of it, null where it was not tried."""
+    sampling = sampling_of(spec)
+    tried = {one.key: asdict(one) for one in findings.environments}
+    sections = environment_keys(sampling) if sampling is not None else {}
+    return [section.model_dump(mode="json") | {"tried": tried.get(key)} for key, section in sections.items()]
 
 
 def _reference(spec: Spec) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rlctl.show.text_format import counted, number
 from specs.packages import page
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
+from specs.schema.environment import EnvironmentSection
 from specs.schema.rank_groups import RankGroup, mesh_of, sequence_groups, shard_groups
 from specs.schema.recipes import RlSpec, RowsSpec, SamplingSpec, sampling_of
 from specs.schema.role_section import RoleSection
@@ -26,10 +27,14 @@ from specs.text import show
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rlctl.check.environments import TriedEnvironment
     from rlctl.check.findings import Findings
     from rlctl.check.own_functions import RewardCall
     from workers.data.first_rows import Pieces
 
+SHOWN_TEXT = 400  # characters of a turn or a reply
+SHOWN_IDS = 6  # of the tokens at either side of where something is appended
+FORMS = {"tools": "tools", "text": "replies to text", "agent": "a loop of its own: imported, not run"}
 MOST_ROWS = 8  # groups of a role, and hosts, that are shown; JSON has them all
 
 
@@ -77,6 +82,8 @@ def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator
             yield f"{head}: {', '.join(role['not_known'])}; its table may say it ({page('engines.md')})"
     yield _arithmetic(spec, meaning)
     yield from map(_call_table, findings.calls)
+    for one in findings.environments:
+        yield _environment_table(one, probed=findings.probe is not None)
     if findings.rows.example:
         yield findings.rows.summary
         yield from _example(findings.rows.example)
@@ -182,12 +189,14 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     run = f"{counted(of['steps'], 'step')} = {counted(of['optimizer_steps'], 'optimizer step')}"
     if others := [f"{of[f'{role}_optimizer_steps']} of the {role}" for role in spec.losses if role != spec.lead]:
         run += f" of the {spec.lead}, {', '.join(others)}"
-    tokens = f"at most {_longest(spec)} in a sequence, {of['micro_batch_tokens']} in a forward pass"
+    tokens = f"at most {_longest(spec)}, {of['micro_batch_tokens']} in a forward pass"
     if of["sequence_parallel"] > 1:
         tokens += f",\n       {spec.lead_section.row_tokens} in a row that {of['sequence_parallel']} ranks share"
     held = f"{_named(ref['model'])} ({ref['why']}), held by {ref['engine']} on {_devices(ref['devices'])}"
     lines = {"step": _step(spec, of), "run": run, "tokens": tokens, "ref": held if ref["loaded"] else ref["why"]}
     if (sampling := sampling_of(spec)) is not None:
+        if sampling.environments:
+            lines["env"] = "\n       ".join(map(_limits, sampling.environments))
         lines["sync"] = _way(sampling, meaning["sync"])
         if ahead := sampling.rollout.max_staleness:
             when, old = (f"the next {ahead} steps", f"1 to {ahead} steps") if ahead > 1 else ("the next step", "1 step")
@@ -199,6 +208,14 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     return "\n".join(f"{name:6} {line}" for name, line in lines.items())
 
 
+def _limits(section: EnvironmentSection) -> str:
+    """Say how far an episode goes."""
+    calls = [] if section.agent else [counted(section.max_tool_calls, "tool call")]
+    limits = ", ".join([counted(section.max_turns, "turn"), *calls, f"{section.max_episode_tokens} tokens"])
+    times = f"{section.call_timeout_s:g} s for a call, {section.episode_timeout_s:g} s for all of them"
+    return f"{', '.join(section.sources)}: at most {limits}; {times}"
+
+
 def _evaluation(spec: Spec) -> str:
     """Say when the run is evaluated, and on what."""
     on = []
@@ -207,27 +224,33 @@ def _evaluation(spec: Spec) -> str:
     for one in spec.evaluations:
         how = f"temperature {one.temperature:g}" if one.temperature else "greedy"
         times = f" × {one.samples_per_prompt}" if one.samples_per_prompt > 1 else ""
-        on.append(f"completions of {counted(one.prompts, 'prompt')}{times} ({one.name}, {how})")
+        on.append(f"{_drawn(spec)} of {counted(one.prompts, 'prompt')}{times} ({one.name}, {how})")
     return "\n       ".join([f"before the first step, after every {spec.every} and the last:", *on])
 
 
 def _longest(spec: Spec) -> str:
     if not isinstance(spec, RlSpec):
-        return str(spec.max_sequence_tokens)
-    return f"{spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = {spec.max_sequence_tokens}"
+        return f"{spec.max_sequence_tokens} in a sequence"
+    if spec.environments:
+        return f"{spec.max_sequence_tokens} in an episode, {spec.data.max_response_tokens} in a turn"
+    return f"{spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = {spec.max_sequence_tokens} in a sequence"
+
+
+def _drawn(spec: Spec) -> str:
+    return "episodes" if isinstance(spec, RlSpec) and spec.environments else "completions"
 
 
 def _step(spec: Spec, of: dict[str, Any]) -> str:
     """Describe the batch of a step."""
     if not isinstance(spec, RlSpec):
         return counted(of["rows_per_step"], "pair" if of["sequences_per_row"] > 1 else "row")
-    step = f"{of['prompts_per_step']} prompts × {of['group_size']} completions = {of['samples_per_step']} samples"
+    step = f"{of['prompts_per_step']} prompts × {of['group_size']} {_drawn(spec)} = {of['samples_per_step']} samples"
     if of["mini_batches_per_step"] > 1:
         step += f" → {of['mini_batches_per_step']} mini-batches of {of['samples_per_mini_batch']}"
     if of["epochs_per_step"] > 1:
         step += f" × {of['epochs_per_step']} epochs"
     if spec.algorithm.advantage.greedy_baseline:
-        step += f"\n       and {of['prompts_per_step']} greedy completions to compare with"
+        step += f"\n       and {of['prompts_per_step']} greedy {_drawn(spec)} to compare with"
     elif spec.algorithm.dynamic_sampling:
         refills = counted(spec.algorithm.max_refills, "refill")
         step += f"\n       groups of equal scores are thrown away, with {refills} at most in a step"
@@ -271,4 +294,30 @@ def _call_table(call: RewardCall) -> Table:
     cells = {"reward": call.path, "called for": call.row.rpartition("/")[2], "completion": show(call.completion)}
     for row in (cells | {"score": score}).items():
         table.add_row(*row)
+    return table
+
+
+def _environment_table(one: TriedEnvironment, *, probed: bool) -> Table:
+    """Show what an environment is, what the model sees of it, and what came of a scripted turn."""
+    rows = [("environment", f"{one.name}: {FORMS[one.mode]}" if one.mode else one.name)]
+    rows += [("tool", f"{tool['name']}({tool['arguments']})  {tool['about']}") for tool in one.tools]
+    rows += [("reset for", one.row.rpartition("/")[2])] if one.row and one.mode in ("tools", "text") else []
+    if one.prompt_tokens is not None:
+        of_tools = f", {one.tools_tokens} of them for the tools" if one.tools else ""
+        rows.append(("prompt", f"{counted(one.prompt_tokens, 'token')}{of_tools}"))
+    rows += [("scripted turn", show(one.turn, SHOWN_TEXT))] if one.turn else []
+    if one.reply is not None:
+        rows.append(
+            ("reply", show(one.reply, SHOWN_TEXT) + (" (an error; the arguments are invented)" * one.reply_error))
+        )
+    if one.turn_ids:
+        ends = [" ".join(map(str, ids)) for ids in (one.turn_ids[-SHOWN_IDS:], one.suffix_ids[:SHOWN_IDS])]
+        rows.append(("appended", f"{counted(len(one.suffix_ids), 'token')}: … {ends[0]} | {ends[1]} …"))
+    if probed and one.reused_tokens is not None:
+        whole = one.reused_tokens + len(one.suffix_ids)
+        rows.append(("reused", f"{one.reused_tokens} of the {whole} tokens of the next prompt"))
+    rows += [("printed", one.output.strip())] if one.output.strip() else []
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, text in rows:
+        table.add_row(name, Text(visible(text)))
     return table

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.sampling import PREFIX_COUNTS, Generation
+from specs.schema.metric import Metric, metrics
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, Verb
@@ -29,9 +30,23 @@ if TYPE_CHECKING:
     from specs.wire.messages import Message
     from specs.wire.role_config import Sampling
 
+METRICS: tuple[Metric, ...] = metrics(
+    "the spec has an `[environment]`",
+    {
+        "episode/turns_mean": "Turns of the model in an episode.",
+        "episode/tool_calls_mean": "Tool calls in an episode.",
+        "episode/tool_errors": "Tool calls that raised, or that no tool could take.",
+        "episode/parse_errors": "Turns whose tool calls did not parse.",
+        "episode/lost": "Episodes whose environment crashed or hung: they are not learned from.",
+        "episode/stop_<reason> [share]": "Episodes that ended for this reason.",
+        "episode/prefix_reused [share]": "Prompt tokens that the sampler had computed in an earlier turn.",
+        "time/environment_s [s]": "Calls of environments, added up over all episodes, many of which run at once.",
+        "reward/failed_environment_lost": "Episodes without a score: their environment crashed or hung.",
+    },
+    in_eval=True,
+)
+
 COHORTS = 2  # of a replica that are under way: one is sampled while the environments of the other work
-Start = Callable[[Batch], None]
-"""Begins the episodes of some prompts."""
 
 
 class Cohort:
@@ -76,23 +91,31 @@ class TurnRelay:
     """Has the turns drawn that episodes of a batch ask for, and takes them back to who waits for them."""
 
     def __init__(
-        self, rollout: Group, reward: Group, sampling: Sampling, step: int, counts: Counter[str], *, in_order: bool
+        self,
+        rollout: Group,
+        reward: Group,
+        sampling: Sampling,
+        step: int,
+        start: Callable[[Batch], None],
+        counts: Counter[str],
+        *,
+        in_order: bool,
     ) -> None:
-        """`counts` gets the engines' PREFIX_COUNTS."""
+        """`start` begins the episodes of some prompts. `counts` gets the engines' PREFIX_COUNTS."""
         self.rollout, self.reward, self.sampling, self.step, self.in_order = rollout, reward, sampling, step, in_order
         self.drawing: dict[int, Batch] = {}  # by id: what it was sent out with
         self.stranded: list[Batch] = []  # turns that no replica could draw
-        self.counts = counts
+        self._start, self.counts = start, counts
         self._home_of: dict[int, int] = {}  # by rollout: the rank that runs it
         self._cohort_of: dict[int, Cohort] = {}  # by rollout
         self._lines: list[Line] = []
         self._forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: ids of which nothing more will come
 
-    def begin(self, prompts: Batch, start: Start, processes: int) -> None:
+    def begin(self, prompts: Batch, processes: int) -> None:
         """Begin episodes, at once, or cohort by cohort. `processes`: how many can be open, wherever they run: all of a
         cohort must be, or they would wait for each other."""
         if not self.in_order:
-            start(prompts)
+            self._start(prompts)
             return
         _, group_R = np.unique(prompts["group_B"], return_inverse=True)
         replicas = self.rollout.here
@@ -106,7 +129,7 @@ class TurnRelay:
             self._lines.append(Line(replica, deque(cohorts[:at_once]), deque(cohorts[at_once:])))
         for line in self._lines:
             for cohort in [*line.under_way]:
-                start(cohort.prompts)
+                self._start(cohort.prompts)
 
     def ask(self, batch: Batch, rank: int) -> None:
         """Have turns drawn, for episodes of a rank."""
@@ -122,16 +145,11 @@ class TurnRelay:
             cohort.ask(batch.select(indices))
         self._draw_waves()
 
-    def ended(self, rollouts: Collection[int], start: Start) -> None:
-        """Note that these episodes will ask no more; begin the next cohort where one has ended."""
+    def ended(self, rollouts: Collection[int]) -> None:
+        """Note that these episodes will ask no more."""
         for rollout in rollouts:
             if (cohort := self._cohort_of.pop(rollout, None)) is not None:
                 cohort.end(rollout)
-        for line in self._lines:
-            for place, cohort in enumerate([*line.under_way]):
-                if not cohort.open and line.waiting:
-                    line.under_way[place] = line.waiting.popleft()
-                    start(line.under_way[place].prompts)
         self._draw_waves()
 
     def forget(self, ids: Collection[int]) -> None:
@@ -146,12 +164,17 @@ class TurnRelay:
             self._draw_anywhere(batch)
 
     def _draw_waves(self) -> None:
+        """Draw what is due. A cohort that has ended makes room when its turn comes, not before: which one takes its
+        place must not depend on which of several was quicker."""
         for line in self._lines:
             while line.under_way and line.under_way[0].ready:
                 cohort = line.under_way.popleft()
                 if cohort.open:
                     line.under_way.append(cohort)
                     self._draw(cohort.take(), line.replica)
+                elif line.waiting:
+                    line.under_way.append(line.waiting.popleft())
+                    self._start(line.under_way[-1].prompts)
 
     def _draw_anywhere(self, batch: Batch) -> None:
         """Draw turns where there is a replica; those of a group stay together, so that it can keep what they share."""
@@ -219,8 +242,8 @@ class EpisodeGeneration(Generation):
     def _begin(self, prompts: Batch) -> None:
         sampler = self._sampler
         groups, counts = (sampler.rollout, sampler.reward), sampler.prefix_counts
-        self.relay = TurnRelay(*groups, self._sampling, self.step, counts, in_order=self._in_order)
-        self.relay.begin(prompts, self._start, min(one.processes for one in sampler.spec.environments))
+        self.relay = TurnRelay(*groups, self._sampling, self.step, self._start, counts, in_order=self._in_order)
+        self.relay.begin(prompts, min(one.processes for one in sampler.spec.environments))
 
     def _start(self, prompts: Batch) -> None:
         """Send episodes to the ranks of the reward role, group by group in turn."""
@@ -248,7 +271,7 @@ class EpisodeGeneration(Generation):
             return
         if message.tensors:
             self.relay.ask(message.batch, part.rank)
-        self.relay.ended(part.ended, self._start)
+        self.relay.ended(part.ended)
 
     def _with_versions(self, batch: Batch) -> Batch:
         """Let samples of which nothing was drawn, for their environment was lost before, count as fresh."""
@@ -263,7 +286,7 @@ class EpisodeGeneration(Generation):
         other. What a lost rank ran is begun again by `wait`; the others' turns do not wait for it."""
         self._running -= 1
         if call.failed:
-            self.relay.ended(prompts["rollout_B"].tolist(), self._start)
+            self.relay.ended(prompts["rollout_B"].tolist())
         if not self._running:
             line, self._finished = self._sampler.episodes, True
             line.popleft()

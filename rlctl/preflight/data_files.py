@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -11,10 +12,12 @@ from pathlib import Path
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
 from rlctl.models.tokenizer_files import ChatTemplate, chat_template_of, load_tokenizer
-from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
+from rlctl.preflight.interpreters import own_path
+from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX, GymSource
 from specs.errors import NotHere, Problem
 from specs.load.keys import closest
 from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.roles import DATA
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
 from specs.wire.finding import Finding
@@ -22,6 +25,7 @@ from specs.wire.role_config import DataConfig
 from workers.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
 from workers.data.first_rows import FirstRows, first_rows, row_findings
+from workers.data.gym_rows import make_with
 from workers.data.row_source import read_rows
 from workers.data.tokenizer_file import TokenizerFile
 
@@ -36,6 +40,8 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     warnings = [] if errors else [problem for key, source in sources for problem in _to_download(key, source)]
     if errors:
         return errors, warnings
+    section = spec.role(DATA)
+    make_with(own_path(section, spec_dir) or sys.executable, section.env)
     found = _first_rows(spec, spec_dir) if isinstance(spec, RowsSpec) else []
     found += _first_prompts(spec, spec_dir) if isinstance(spec, RlSpec) else []
     for finding in found:
@@ -55,6 +61,8 @@ def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
             near = closest(name, list(BUILTIN_TASKS)) or next(iter(BUILTIN_TASKS))
             message = f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}"
             yield Problem(key, message, f'did you mean "{PREFIX}{near}"?')
+    elif source.startswith(GYM_PREFIX):  # its package knows more
+        return
     elif "://" in source:
         pattern = r"(?:https?://huggingface\.co/datasets/|hf://(?:datasets/)?)([\w.-]+/[\w.-]+).*"
         found = re.fullmatch(pattern, source)
@@ -159,8 +167,11 @@ def _held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
     key, source = next(iter(spec.data_section.named.items()))
     if held is None or is_hub_data(source):
         return []
-    read = read_rows(source, split="", base=spec_dir, max_rows=spec.data_section.max_rows)
-    rows = sum(1 for _ in islice(read, held[1] + 1))
+    if source.startswith(GYM_PREFIX):
+        rows = min(GymSource.parse(source).size, spec.data_section.max_rows or sys.maxsize)
+    else:
+        read = read_rows(source, split="", base=spec_dir, max_rows=spec.data_section.max_rows)
+        rows = sum(1 for _ in islice(read, held[1] + 1))
     if rows > held[1]:
         return []
     message = f"holding them out leaves none of the {rows} rows of {key} to train on"

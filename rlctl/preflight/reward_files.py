@@ -11,6 +11,8 @@ from pathlib import Path
 from rlctl.models.paths import not_found
 from specs.errors import Problem
 from specs.load.keys import closest
+from specs.schema.environment import EnvironmentSection
+from specs.schema.recipes import SamplingSpec, sampling_of
 from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
@@ -18,13 +20,29 @@ from workers.grading.reward_sources import reward_sources
 OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
 
 
+def scorer_code(spec: Spec) -> dict[str, str]:
+    """Return by key the code that the reward role runs, as `file.py:name`: reward functions, environments, tools and
+    agents."""
+    terms, sampling = enumerate(spec.reward_terms), sampling_of(spec)
+    found = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
+    for key, section in environment_keys(sampling).items() if sampling is not None else ():
+        tools = {f"{key}.tools.{index}": tool for index, tool in enumerate(section.tools)}
+        named = {f"{key}.path": section.path, **tools, f"{key}.agent": section.agent}
+        found |= {name: source for name, source in named.items() if source in section.files}
+    return found
+
+
+def environment_keys(spec: SamplingSpec) -> dict[str, EnvironmentSection]:
+    """Return environments by the keys of their sections."""
+    several = isinstance(getattr(spec, "environment", None), tuple)
+    return {f"environment.{n}" if several else "environment": one for n, one in enumerate(spec.environments)}
+
+
 def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
-    """Return what is wrong with the files of reward functions, and of the user's own advantage and loss."""
-    terms = enumerate(spec.reward_terms)
-    paths = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
-    paths |= spec.own_functions
+    """Return what is wrong with the files of code that the reward role runs, and of the user's own advantage and
+    loss."""
     problems = []
-    for key, path in paths.items():
+    for key, path in {**scorer_code(spec), **spec.own_functions}.items():
         place, _, name = path.rpartition(":")
         file = spec_dir / Path(place).expanduser()
         if not file.exists():
@@ -57,4 +75,4 @@ def _wrong_code(file: Path, name: str) -> tuple[str, str] | None:
     if name in names:
         return None
     near = closest(name, names)
-    return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"write def {name}(…) in it"
+    return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"define {name} in it"

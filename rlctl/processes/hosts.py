@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlctl import __version__
 from rlctl.preflight.hostfile import hosts_of
+from rlctl.preflight.reward_files import scorer_code
 from rlctl.processes.host_check import RemoteHost, check_hosts
 from rlctl.processes.placement import Plan, RolePlan, make_plan
 from rlctl.processes.remote_check import Questions, checksum_of, sizes_in, this_machine
@@ -20,7 +21,6 @@ from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
 from specs.schema.recipes import sampling_of
-from specs.schema.rewards import Function
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.sections import ClusterSection
@@ -139,7 +139,7 @@ def _files_of(role: RoleName, spec: Spec, spec_dir: Path) -> dict[str, str]:
     """Files of the user's own that ranks of a role run, with their checksums."""
     paths = [*spec.own_functions.values()] if spec.learns(role) else []
     if ROLES[role].holds == "scorer":
-        paths = [term.path for term in spec.reward_terms if isinstance(term, Function)]
+        paths = [*scorer_code(spec).values()]
     files = [spec_dir / Path(path.rpartition(":")[0]).expanduser() for path in paths]
     sources = {os.path.abspath(source) for file in files for source in reward_sources(file) if source.is_file()}
     return {path: checksum_of(path) for path in sorted(sources)}

@@ -1,4 +1,4 @@
-"""Mark what a run reads besides its spec and the weights of its models: data, reward modules, tokenizers.
+"""Mark what a run reads besides its spec and the weights of its models: data, users' code, tokenizers.
 
 Their content belongs to the run. Each start hashes every file whole and records it in the run directory and in every
 checkpoint; a resume with other content is refused, or accepted by a flag, which is recorded too. There is no short cut
@@ -16,8 +16,8 @@ from typing import Any, cast
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
 from rlctl.models.tokenizer_files import TOKENIZER_FILES
+from rlctl.preflight.reward_files import scorer_code
 from specs.errors import UsageError
-from specs.schema.rewards import Function
 from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
@@ -64,10 +64,7 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
         file = spec_dir / Path(source).expanduser()
         if file.is_file():
             yield key, spec_dir, [file]
-    terms = enumerate(spec.reward_terms)
-    code = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
-    code |= spec.own_functions
-    for key, path in code.items():
+    for key, path in {**scorer_code(spec), **spec.own_functions}.items():
         file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
         yield key, spec_dir, [source for source in reward_sources(file) if source.is_file()]
     model = resolve_model(spec.model.path, spec_dir)

@@ -10,7 +10,7 @@ def calculator(expression: str) -> int:
     """Return the value of an arithmetic expression.
 
     Args:
-        expression: Sums, differences and products of whole numbers, such as 12*34.
+        expression: Sums, differences and products of whole numbers, such as 7*24.
     """
     return _value(ast.parse(expression, mode="eval").body)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from specs.builtin_tasks import GYM_PREFIX
 from specs.errors import Problem
-from specs.schema.recipes import SamplingSpec
-from specs.schema.rewards import Judge, ModelScore, Overlong, Regex
+from specs.schema.recipes import RlSpec, SamplingSpec
+from specs.schema.rewards import Judge, ModelScore, Overlong, ReasoningGym, Regex
 from specs.schema.roles import REWARD_MODEL
 from specs.schema.table import no_effect
 from specs.templates import single_braces, template_columns
@@ -33,8 +34,23 @@ def reward_problems(spec: SamplingSpec) -> Iterator[Problem]:
             yield from _request(key, term)
             yield from _judged_score(key, term)
             yield from _judge_key(key, term, spec)
+        elif isinstance(term, ReasoningGym):
+            yield from _gym_term(key, spec)
     yield from _model(spec)
     yield from _section(spec)
+
+
+def _gym_term(key: str, spec: SamplingSpec) -> Iterator[Problem]:
+    """Yield a source of completed prompts that is not of reasoning-gym."""
+    sources = {f"{one.key}.data": one.data for one in spec.evaluations if one.data}
+    if isinstance(spec, RlSpec) or len(sources) < len(spec.evaluations):
+        sources |= spec.data_section.named
+    for name, source in sources.items():
+        if not source.startswith(GYM_PREFIX):
+            message = f"scores rows of reasoning-gym, and {name} is {show(source)}"
+            yield Problem(
+                key, message, f'set {name} = "{GYM_PREFIX}NAME", or use another term', 'kind = "reasoning_gym"'
+            )
 
 
 def _section(spec: SamplingSpec) -> Iterator[Problem]:

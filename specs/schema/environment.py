@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from specs.schema.metric import Metric, metrics
 from specs.schema.table import FunctionPath, NonEmpty, Table
 
 StopReason = Literal[
@@ -26,22 +25,6 @@ STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 BY_ITSELF: frozenset[StopReason] = frozenset({"completed", "tool_stopped", "parse_error"})  # others: a limit, or lost
 UNSCORED = tuple(STOP_REASONS.index(reason) for reason in ("timeout", "environment_lost"))
 """Numbers of the reasons after which the environment cannot be asked: such an episode has no score."""
-
-METRICS: tuple[Metric, ...] = metrics(
-    "the spec has an `[environment]`",
-    {
-        "episode/turns_mean": "Turns of the model in an episode.",
-        "episode/tool_calls_mean": "Tool calls in an episode.",
-        "episode/tool_errors": "Tool calls that raised, or that no tool could take.",
-        "episode/parse_errors": "Turns whose tool calls did not parse.",
-        "episode/lost": "Episodes whose environment crashed or hung: they are not learned from.",
-        "episode/stop_<reason> [share]": "Episodes that ended for this reason.",
-        "episode/prefix_reused [share]": "Prompt tokens that the sampler had computed in an earlier turn.",
-        "time/environment_s [s]": "Calls of environments, added up over all episodes, many of which run at once.",
-        "reward/failed_environment_lost": "Episodes without a score: their environment crashed or hung.",
-    },
-    in_eval=True,
-)
 
 
 class EnvironmentSection(Table):

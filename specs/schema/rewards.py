@@ -52,6 +52,16 @@ class MathVerify(RewardTerm):
     kind: Literal["math_verify"]
 
 
+class ReasoningGym(RewardTerm):
+    """What the reasoning-gym data set that the row is of gives the completion, stripped, or what stands in its last
+    `<answer>…</answer>`: 0 to 1."""
+
+    right_score: ClassVar[float | None] = 1.0
+    columns: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
+
+    kind: Literal["reasoning_gym"]
+
+
 class Regex(RewardTerm):
     """1 when the pattern is found in the completion; else 0."""
 
@@ -177,8 +187,9 @@ def reads_answer(terms: Sequence[RewardTerm]) -> bool:
 
 
 def judged_columns(terms: Sequence[RewardTerm]) -> tuple[str, ...]:
-    """Columns of a row that judges are told, so that every row needs them."""
-    return tuple(dict.fromkeys(name for term in terms if isinstance(term, Judge) for name in term.columns))
+    """Columns of a row that judges are told, or that reasoning-gym scores by, so that every row needs them."""
+    reading = (term for term in terms if isinstance(term, Judge | ReasoningGym))
+    return tuple(dict.fromkeys(name for term in reading for name in term.columns))
 
 
 def reads_whole_rows(terms: Sequence[RewardTerm]) -> bool:
@@ -187,6 +198,6 @@ def reads_whole_rows(terms: Sequence[RewardTerm]) -> bool:
 
 
 RewardTermTable = Annotated[
-    ExactMatch | MathVerify | Regex | Overlong | Function | Judge | ModelScore | EnvironmentReward,
+    ExactMatch | MathVerify | ReasoningGym | Regex | Overlong | Function | Judge | ModelScore | EnvironmentReward,
     Field(discriminator="kind"),
 ]

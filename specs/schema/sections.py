@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, StringConstraints
 
 from specs.attention import Attention
+from specs.builtin_tasks import GYM_PREFIX, PREFIX
 from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table, usable_path
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -75,7 +76,8 @@ class DataSection(Table):
 
     train: NonEmptyPath
     """`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it has several
-    (`openai/gsm8k:main`); or `builtin:sort-digits`."""
+    (`openai/gsm8k:main`); or `builtin:sort-digits`; or a data set of the package reasoning-gym, with its options
+    (`reasoning-gym:chain_sum?size=2000&seed=7&max_terms=4`)."""
     split: NonEmpty = "train"
     """Split to read; only for a hub dataset id."""
     prompt_column: NonEmpty = "prompt"
@@ -112,9 +114,9 @@ class DataSection(Table):
 
 
 def is_hub_data(source: str) -> bool:
-    """Whether a data source is a hub id rather than a file or a built-in task."""
+    """Whether a data source is a hub id rather than a file or a task that is made by rule."""
     is_file = PurePath(source).suffix in (*DATA_SUFFIXES, ".json", ".csv", ".txt")
-    return bool(source) and not is_file and not source.startswith(("builtin:", ".", "/", "~"))
+    return bool(source) and not is_file and not source.startswith((PREFIX, GYM_PREFIX, ".", "/", "~"))
 
 
 def same_source(one: str, other: str) -> bool:

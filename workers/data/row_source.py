@@ -9,9 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
+from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX
 from specs.errors import DataError
 from specs.text import LFS, LFS_POINTER, not_text
+from workers.data.gym_rows import gym_rows
 
 if TYPE_CHECKING:
     import pyarrow
@@ -49,13 +50,16 @@ class DroppedRows:
 
 
 def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> Iterator[DataRow]:
-    """Yield the rows of a `*.jsonl` or `*.parquet` file, a built-in task, or a hub dataset `owner/name[:config]`.
+    """Yield the rows of a `*.jsonl` or `*.parquet` file, a built-in task, a data set of reasoning-gym, or a hub
+    dataset `owner/name[:config]`.
 
     Relative files start at `base`. Raises DataError when the source as a whole cannot be read; a broken row is
     yielded with its problem.
     """
     if source.startswith(PREFIX):
         rows = _builtin(source)
+    elif source.startswith(GYM_PREFIX):
+        rows = (DataRow(f"{source} row {number}", values) for number, values in enumerate(gym_rows(source), start=1))
     elif source.endswith(".jsonl"):
         rows = _jsonl(_existing(source, base))
     elif source.endswith(".parquet"):

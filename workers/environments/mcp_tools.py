@@ -10,7 +10,7 @@ from typing import Any
 
 from specs.errors import RewardError
 from workers.environments.loaded import MCP, Tool
-from workers.environments.replies import Lost, in_one_line
+from workers.environments.replies import Lost
 
 
 async def server_tools(command: str, base: str, held: set[asyncio.Task[None]]) -> list[Tool]:
@@ -28,8 +28,9 @@ async def server_tools(command: str, base: str, held: set[asyncio.Task[None]]) -
     except Exception as error:  # a server may fail in any way
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        text = f"{MCP}{command} does not start, or lists no tools: {in_one_line(error)}"
-        raise RewardError(text, hint="its stderr is in the log; run the command by hand") from None
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        hint = "run the command by hand in the spec file's folder"
+        raise RewardError(f"{MCP}{command} does not start, or lists no tools: {why}", hint=hint) from None
 
 
 async def _hold(command: str, base: str, ready: asyncio.Future[Any]) -> None:

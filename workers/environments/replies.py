@@ -7,12 +7,14 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from workers.grading.child import as_number, describe
 
 TEXT_CHARACTERS = 1 << 20  # of a reply; more would not fit into any episode
 ERROR_CHARACTERS = 500
+_OURS = str(Path(__file__).parent)
 
 
 class Lost(Exception):
@@ -72,9 +74,13 @@ def step_outcome(value: Any) -> tuple[Any, float | None, bool, bool]:
 
 def as_content(value: Any) -> Any:
     """Return None and a list of messages as they are, anything else as text."""
-    if value is None or (isinstance(value, list) and all(isinstance(one, Mapping) and "role" in one for one in value)):
+    if value is None or (isinstance(value, list) and all(map(_is_message, value))):
         return value
     return as_text(value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value and ("content" in value or value["role"] == "assistant")
 
 
 def as_text(value: Any) -> str:
@@ -90,9 +96,12 @@ def _plain(value: Any) -> Any:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an exception in one line; the log has its traceback."""
+    """Return an exception in one line; the log has its traceback, from the user's code on."""
     with suppress(BaseException):  # user code: an exception's own __str__
-        traceback.print_exception(error)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
         text = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
         return " ".join(text.split())[:ERROR_CHARACTERS]
     return type(error).__name__

@@ -61,7 +61,8 @@ def _load(control: socket.socket, setup: dict[str, Any]) -> Loaded | None:
         hint = f"install mcp for {sys.executable}: MCP servers need it"
         _send(control, {"error": f"{error}", "hint": hint})
     except RewardError as error:
-        traceback.print_exc()
+        if error.__cause__ is not None:  # the user's code raised
+            traceback.print_exception(error.__cause__)
         _send(control, {"error": error.message[:ERROR_CHARACTERS], "hint": error.hint})
     else:
         return loaded
@@ -104,7 +105,9 @@ class Zygote:
 
     def _take_request(self) -> socket.socket | None:
         """Fork; return the socket in the new process, None in this one."""
-        packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+        packet, descriptors = b"", list[int]()
+        with suppress(ConnectionResetError):  # it closed its end before it had read everything
+            packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
         if not packet:
             self._stopped = True
             return None

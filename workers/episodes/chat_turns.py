@@ -128,11 +128,11 @@ class ChatTurns:
         ids = self._encode([pieces[0][pieces[0].rindex(self._text([end])) :], *pieces[1:]])
         return ids if turn.stop is None else ids[ids.index(end) + 1 :]
 
-    def prove(self, messages: Sequence[Message], call: ToolCall | None, reply: str) -> TurnProof:
-        """Take a scripted turn and a reply through template, tokens and parser. Without a call, the turn is an answer
+    def prove(self, messages: Sequence[Message], call: ToolCall | None, reply: str, answer: str = "Yes.") -> TurnProof:
+        """Take a scripted turn and a reply through template, tokens and parser. Without a call, the turn is `answer`
         and the reply the user's. Raises ModelError where another call is read, or the tokens are not what the template
         writes."""
-        said, role = ParsedCalls("", (call,)) if call else ParsedCalls("\n\nYes."), "tool" if call else "user"
+        said, role = ParsedCalls("", (call,)) if call else ParsedCalls(f"\n\n{answer}"), "tool" if call else "user"
         opened = self._asked.rstrip().endswith("<think>")
         script = self._message("<think>\nI know how.\n</think>" if opened else "", said)
         head = self._render([*messages, script, _reply(role, reply, call)], len(messages) + 1)[0]

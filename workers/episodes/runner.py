@@ -29,6 +29,7 @@ from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, c
 from workers.serve import Emit, Reply, Request
 
 _CLOSE_S = 10.0
+_PACE_S = 0.01  # between messages to the driver, where there is more to say: each costs both sides about 0.3 ms
 
 
 class EpisodeRunner:
@@ -163,14 +164,15 @@ class EpisodeRunner:
 
 
 class _Batch:
-    """Episodes of one call. What comes up in the same round of the event loop is sent together."""
+    """Episodes of one call. The first that comes up is sent at once, what follows within `_PACE_S` together."""
 
     def __init__(self, runner: EpisodeRunner, emit: Emit) -> None:
         self._runner, self._emit = runner, emit
         self._asked: list[tuple[Task, int, Sample, int]] = []
         self._ended: list[int] = []
         self._groups: list[Trajectory] = []  # of groups that are complete
-        self._round: asyncio.Handle | None = None
+        self._round: asyncio.TimerHandle | None = None
+        self._sent_at = 0.0
 
     async def run(self, tasks: Sequence[Task]) -> Reply:
         """Play all of them; their samples leave in parts, group by group."""
@@ -200,11 +202,12 @@ class _Batch:
 
     def _send_soon(self) -> None:
         if self._round is None:
-            self._round = asyncio.get_running_loop().call_soon(self._send)
+            self._round = asyncio.get_running_loop().call_at(self._sent_at + _PACE_S, self._send)
 
     def _send(self) -> None:
         asked, ended, groups, rank = self._asked, self._ended, self._groups, self._runner.rank
         self._asked, self._ended, self._groups, self._round = [], [], [], None
+        self._sent_at = asyncio.get_running_loop().time()
         if asked or ended:
             self._emit({"kind": "turns", "rank": rank, "ended": ended}, _turn_columns(asked) if asked else {})
         if groups:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from specs.builtin_tasks import gym_entry
 from specs.errors import RewardError
 from specs.schema.row_values import gold_answer
 from workers.grading.reward_sources import from_memory
@@ -91,6 +93,29 @@ def _math_verify(table: Mapping[str, Any], setting: Setting) -> Term:
 
     # The first call imports and compiles; that must not count towards a sample's timeout.
     term(GradeRequest(0, "", {setting.answer_column: "1"}, "$1$", 1))
+    return term
+
+
+def _reasoning_gym(table: Mapping[str, Any], setting: Setting) -> Term:
+    try:
+        from reasoning_gym.factory import create_dataset
+        from reasoning_gym.utils import extract_answer
+    except ImportError as error:
+        raise RewardError(str(error), hint=f"{sys.executable} -m pip install reasoning-gym") from None
+
+    @lru_cache(maxsize=256)
+    def data_set(name: str, options: str) -> Any:
+        return create_dataset(name, seed=0, **json.loads(options))
+
+    def term(sample: GradeRequest) -> Any:
+        row = sample.row["reasoning_gym"]
+        score, entry = data_set(row["name"], json.dumps(row["options"])).score_answer, gym_entry(row["entry"])
+        try:
+            return score(extract_answer(sample.completion) or sample.completion.strip(), entry)
+        except Exception:  # some data sets raise where others give 0 to what they cannot read
+            score(entry["answer"], entry)  # raises where it is not the completion that is at fault
+            return 0.0
+
     return term
 
 
@@ -178,6 +203,7 @@ def _import_error(path: Path, error: BaseException) -> RewardError:
 _MAKERS: Mapping[str, Callable[[Mapping[str, Any], Setting], Term]] = {
     "exact_match": _exact_match,
     "math_verify": _math_verify,
+    "reasoning_gym": _reasoning_gym,
     "regex": _regex,
     "overlong": _overlong,
     "function": _function,

@@ -44,9 +44,9 @@ class Posted:
     on_part: Any
     on_done: Any
 
-    def answer(self, rollouts: list[int]) -> None:
-        """What was drawn for some of them."""
-        drawn = turns_of(rollouts)
+    def answer(self, ids: list[int]) -> None:
+        """Send what was drawn for some of them."""
+        drawn = self.batch.select(np.flatnonzero(np.isin(self.batch["id_B"], ids)))
         columns = {"loss_mask_T": np.tile([0, 1], len(drawn)), "rollout_logprob_T": np.zeros(2 * len(drawn))}
         ends = {"finished_B": np.ones(len(drawn)), "version_B": np.zeros(len(drawn))}
         self.on_part(Message(Kind.PART, tensors={**drawn.columns, **columns, **ends}))
@@ -79,15 +79,14 @@ class Ranks:
             self.posted.append(call)
 
 
-def relay_of(rollout: Ranks, reward: Ranks, *, in_order: bool) -> TurnRelay:
-    return TurnRelay(rollout, reward, SAMPLING, 1, Counter(), in_order=in_order)  # type: ignore[arg-type]
+def relay_of(rollout: Ranks, *, in_order: bool, start: Any = lambda prompts: None) -> TurnRelay:
+    return TurnRelay(rollout, Ranks(1), SAMPLING, 1, start, Counter(), in_order=in_order)  # type: ignore[arg-type]
 
 
 def play(turns: list[int], replicas: int, processes: int, seed: int, at_once: int = 1) -> list[tuple[int, list[int]]]:
     """Episodes of so many turns, which ask for as many as `at_once` in one go; all that may happen next happens in a
     random order. Returns what was drawn together, by replica."""
-    chance, rollout, reward = random.Random(seed), Ranks(replicas), Ranks(1)
-    relay = relay_of(rollout, reward, in_order=True)
+    chance, rollout = random.Random(seed), Ranks(replicas)
     queue: list[int] = []  # begun, without a process
     left: dict[int, int] = {}  # with a process, and how many turns are left
     waiting: dict[int, int] = {}  # for so many turns
@@ -98,14 +97,16 @@ def play(turns: list[int], replicas: int, processes: int, seed: int, at_once: in
     def act(number: int) -> None:
         if not left[number]:
             del left[number]
-            relay.ended([number], begin)
+            relay.ended([number])
             return
         asked = min(left[number], at_once)
         waiting[number], left[number] = asked, left[number] - asked
-        for _ in range(asked):
-            relay.ask(turns_of([number]), 0)
+        for branch in range(asked):
+            turn = turns_of([number])
+            relay.ask(Batch({**turn.columns, "id_B": turn["id_B"] + 100 * branch}), 0)
 
-    relay.begin(turns_of([*range(len(turns))]), begin, processes)
+    relay = relay_of(rollout, in_order=True, start=begin)
+    relay.begin(turns_of([*range(len(turns))]), processes)
     waves: dict[int, list[list[int]]] = {replica: [] for replica in range(replicas)}
     while queue or left:
         while queue and len(left) < processes:
@@ -119,12 +120,12 @@ def play(turns: list[int], replicas: int, processes: int, seed: int, at_once: in
             act(chosen)
             continue
         rollout.posted.remove(chosen)
-        drawn = chosen.batch["rollout_B"].tolist()
-        waves[chosen.rank].append(drawn)
+        drawn = chosen.batch["id_B"].tolist()
+        waves[chosen.rank].append([*drawn])
         chance.shuffle(drawn)
-        for number in drawn:
-            chosen.answer([number])
-            waiting[number] -= 1
+        for id_ in drawn:
+            chosen.answer([id_])
+            waiting[id_ % 100] -= 1
             waiting = {number: count for number, count in waiting.items() if count}
         chosen.end()
     assert not relay.drawing
@@ -152,14 +153,14 @@ def test_two_cohorts_take_turns() -> None:
 def test_episodes_that_ask_for_several_turns_at_once(at_once: int) -> None:
     for seed in range(12):
         waves = play(TURNS, 1, 64, seed, at_once)
-        assert Counter(number for _, wave in waves for number in set(wave)).keys() == dict(enumerate(TURNS)).keys()
+        assert Counter(id_ % 100 for _, wave in waves for id_ in wave) == dict(enumerate(TURNS))
 
 
 def test_the_turn_of_a_lost_replica_is_drawn_once_more_and_no_earlier_one() -> None:
     """An episode that has asked for its next turn while its last call is still open."""
-    rollout, reward = Ranks(2), Ranks(1)
-    relay = relay_of(rollout, reward, in_order=False)
-    relay.begin(turns_of([0, 1]), lambda prompts: None, 8)
+    rollout = Ranks(2)
+    relay = relay_of(rollout, in_order=False)
+    relay.begin(turns_of([0, 1]), 8)
     relay.ask(turns_of([0, 1]), 0)
     (first,) = rollout.posted
     first.answer([0])
@@ -175,9 +176,9 @@ def test_the_turn_of_a_lost_replica_is_drawn_once_more_and_no_earlier_one() -> N
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_turns_wait_for_a_replica_where_there_is_none(in_order: bool) -> None:
-    rollout, reward = Ranks(1, lost={0}), Ranks(1)
-    relay = relay_of(rollout, reward, in_order=in_order)
-    relay.begin(turns_of([0, 1]), lambda prompts: None, 8)
+    rollout = Ranks(1, lost={0})
+    relay = relay_of(rollout, in_order=in_order)
+    relay.begin(turns_of([0, 1]), 8)
     relay.ask(turns_of([0, 1]), 0)
     assert (len(relay.stranded), len(relay.drawing), rollout.posted) == (1 + in_order, 0, [])
     rollout.lost.clear()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import crashing
 import pytest
+import talking_runs
 from running import finish, metrics, preset, settings, trained, warm_python
 
 VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
@@ -127,3 +128,17 @@ def test_adapters_travel_alone_after_the_first_sync(adapters: Path) -> None:
         assert 0 < line["rollout/logprob_gap_max"] < 1e-4
         assert line["actor/grad_norm"] > 0
     assert 0 <= lines[0]["actor/kl"] < lines[-1]["actor/kl"], "vLLM must sample from what was learned"
+
+
+# ── episodes of several turns ─────────────────────────────────────────────────────────────────────
+
+
+def test_every_turn_is_what_one_pass_over_the_episode_says(tmp_path: Path) -> None:
+    engine = 'rollout.engine={kind="vllm", max_sequences=32, kv_cache_GiB=0.5}'
+    options = settings(engine, f"rollout.python={VLLM_PYTHON}", "rollout.threads=1", "actor.threads=1", "run.steps=2")
+    talking_runs.train(talking_runs.write(tmp_path), tmp_path / "run", *talking_runs.TORCH, *options)
+    for line in trained(tmp_path / "run"):
+        assert line["episode/turns_mean"] == 3
+        assert 0 < line["rollout/logprob_gap_max"] < 1e-4
+        assert 0 < line["episode/prefix_reused"] < 1
+        assert line["actor/grad_norm"] > 0

@@ -1,0 +1,173 @@
+"""Environments, tried before a run starts: imported, reset on a row and given one scripted turn by the code that runs
+them, in the reward role's interpreter, and that turn taken through the chat template token by token."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.paths import model_folder
+from rlctl.preflight.interpreters import own_path
+from rlctl.preflight.reward_files import environment_keys
+from rlctl.processes.placement import package_root
+from rlctl.processes.role_configs import build_bodies
+from specs.errors import DataError, Problem
+from specs.rules.all_rules import with_values
+from specs.schema.environment import EnvironmentSection
+from specs.schema.recipes import RlSpec
+from specs.schema.roles import REWARD
+from specs.schema.sections import is_hub_data
+from specs.schema.spec import Spec
+from specs.text import show
+from workers.data.conversations import BadRow
+from workers.data.prompts import RowReader, as_json
+from workers.data.row_source import DataRow, read_rows
+from workers.watchdog import kill_marked
+
+START_TIMEOUT_S = 120.0  # as in a run
+_MORE_S = 60.0  # for what is imported, and the tokenizer
+_CALLS = 4  # of an environment: reset, a turn, and its end
+_ROWS = 256  # among which each environment finds one of its own
+_MARK = "RLCTL_CHECK"
+_KILL_S = 5.0
+
+
+@dataclass(frozen=True)
+class TriedEnvironment:
+    """What an environment is, and what it did with a row and a scripted turn. `turn_ids`, `suffix_ids`: the turn's
+    tokens, and those that are appended to it; `reused_tokens`: of the next prompt, those that have been computed."""
+
+    key: str
+    name: str  # what it is made from
+    mode: str = ""
+    tools: list[dict[str, str]] = field(default_factory=list)  # name, arguments, and the first line about it
+    row: str = ""
+    prompt_tokens: int | None = None
+    tools_tokens: int | None = None  # of the prompt
+    turn: str = ""
+    reply: str | None = None
+    reply_error: bool = False
+    turn_ids: list[int] = field(default_factory=list)
+    suffix_ids: list[int] = field(default_factory=list)
+    reused_tokens: int | None = None
+    output: str = ""  # the end of what it printed, where something is wrong
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Hold the problems of environments, and what was found of each."""
+
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    environments: list[TriedEnvironment] = field(default_factory=list)
+
+
+def try_environments(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> Tried:
+    """Try each environment that can be tried. Keys in `known` have been found wrong already."""
+    found = Tried()
+    if not isinstance(spec, RlSpec) or not spec.environments or "reward.python" in known:
+        return found
+    sections = environment_keys(spec)
+    rows = {} if {"data.train", "data.environment_column"} & {*known} else _rows(spec, spec_dir, sections, found)
+    wanted = {
+        key for key, one in sections.items() if _named_once(one) and not any(k.startswith(f"{key}.") for k in known)
+    }
+    if wanted:
+        folder = None if "model.path" in known else model_folder(spec.model.path, spec_dir)
+        request = {
+            "config": build_bodies(spec, spec_dir, spec_dir / "no-run")[REWARD] | {"model_path": str(folder or "")},
+            "trials": [{"key": key, "row": rows.get(key)} if key in wanted else None for key in sections],
+            "max_prompt_tokens": spec.data.max_prompt_tokens,
+            "start_timeout_s": START_TIMEOUT_S,
+        }
+        for reply in _ask(spec, spec_dir, request, wanted):
+            for problem in reply.pop("problems"):
+                message = problem["message"].replace(str(folder), spec.model.path) if folder else problem["message"]
+                kind = found.errors if problem["refuses"] else found.warnings
+                kind.append(Problem(problem["key"], message, problem["hint"]))
+            found.environments.append(TriedEnvironment(name=", ".join(sections[reply["key"]].sources), **reply))
+    return Tried(with_values(spec, found.errors), with_values(spec, found.warnings), found.environments)
+
+
+def _named_once(section: EnvironmentSection) -> bool:
+    """Return whether a section says what it is; a rule refuses others."""
+    return sum(map(bool, (section.path, section.tools, section.agent))) == 1
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rows(
+    spec: RlSpec, spec_dir: Path, sections: Mapping[str, EnvironmentSection], found: Tried
+) -> dict[str, dict[str, Any]]:
+    """Return a row for each environment that the first rows name, as its episodes are given it."""
+    reader = RowReader(spec.data, False, chat=True)
+    column, keys = spec.data.environment_column, {one.name: key for key, one in sections.items()}
+    rows: dict[str, dict[str, Any]] = {}
+    for row in _first_rows(spec, spec_dir):
+        name = str(row.values.get(column, "")) if len(keys) > 1 else next(iter(keys))
+        if name not in keys:
+            message = f"{row.where} has {show(name)} there, which is no environment of the spec"
+            hint = f"write one of {', '.join(keys)} into the column, or add an [[environment]] of that name"
+            found.errors.append(Problem("data.environment_column", message, hint))
+            break
+        with suppress(BadRow):
+            if keys[name] not in rows:
+                told = {"messages": reader.prompt(row), "values": row.values}
+                rows[keys[name]] = {"where": row.where, **as_json(told)}
+        if len(rows) == len(keys):
+            break
+    return rows
+
+
+def _first_rows(spec: RlSpec, spec_dir: Path) -> Iterator[DataRow]:
+    """Yield the first rows of each source that is on this machine. Nothing is downloaded."""
+    for source in (spec.data.train, *(one.data for one in spec.evaluations if one.data)):
+        if not is_hub_data(source):
+            with suppress(DataError):
+                yield from read_rows(source, split="", base=spec_dir, max_rows=_ROWS)
+
+
+# ── the process ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _ask(spec: RlSpec, spec_dir: Path, request: dict[str, Any], wanted: Collection[str]) -> list[dict[str, Any]]:
+    """Return what the process that tries them found of each. It ends with all that it started."""
+    mark = secrets.token_hex(8)
+    python = own_path(spec.grading, spec_dir) or sys.executable
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | spec.grading.env
+    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
+    env |= {_MARK: mark, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    limits_s = (START_TIMEOUT_S + _CALLS * one.call_timeout_s for one in spec.environments)
+    timeout_s = _MORE_S + sum(limits_s)
+    output, why = b"", ""
+    with tempfile.TemporaryDirectory(prefix="rlctl-check-", ignore_cleanup_errors=True) as folder:
+        text = json.dumps({**request, "log": os.path.join(folder, "output.log")})
+        command = [python, "-P", "-m", "workers.offline.try_environment"]
+        try:
+            done = subprocess.run(
+                command, env=env, input=text.encode(), capture_output=True, timeout=timeout_s, check=False
+            )
+            output, last = done.stdout, done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            why = f"trying it ended the process (status {done.returncode}) {''.join(last)}"
+        except subprocess.TimeoutExpired as late:
+            output, why = late.stdout or b"", f"trying it took longer than {timeout_s:g} s"
+        except OSError as error:
+            why = f"cannot be tried with {python}: {error.strerror}"
+        finally:
+            kill_marked(f"{_MARK}={mark}", _KILL_S)
+    replies = {one["key"]: one for one in map(json.loads, output.splitlines())}
+    silent = next((key for key in wanted if key not in replies), None)
+    if silent is not None:
+        problem = {"key": f"[{silent}]", "message": why, "hint": "import its file with python to see why"}
+        replies[silent] = {"key": silent, "problems": [{**problem, "refuses": True}]}
+    return [*replies.values()]

@@ -1,0 +1,155 @@
+"""Runs whose rollouts are episodes of several turns: what they measure, that they repeat, and what is lost on them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from running import metrics, settings, trained
+from talking_runs import TORCH, counted, refused, spoken, train, write
+
+from specs.schema.environment import STOP_REASONS
+
+pytestmark = pytest.mark.slow
+
+AHEAD = settings("rollout.max_staleness=1")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of the fake engines; the run's directory, its spec beside it."""
+    folder = tmp_path_factory.mktemp("talking")
+    train(write(folder), folder / "run")
+    return folder / "run"
+
+
+def test_what_is_measured(whole: Path) -> None:
+    lines = trained(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert line["episode/turns_mean"] == 3
+        assert {name: line[f"episode/stop_{name}"] for name in STOP_REASONS} == {
+            name: float(name == "completed") for name in STOP_REASONS
+        }
+        assert (line["episode/lost"], line["episode/tool_calls_mean"], line["reward/failed_environment_lost"]) == (
+            0,
+        ) * 3
+        assert 0 < line["time/environment_s"] < 16 * 3
+        assert 3 <= line["rollout/length_mean"] <= line["rollout/length_max"] <= 24
+        assert line["reward/mean"] == line["reward/term_0"]
+        assert 0 <= line["rollout/logprob_gap_max"] < 1e-5
+    evaluated = [line for line in metrics(whole) if "eval/heldout/reward_mean" in line]
+    assert [(line["step"], line["eval/heldout/turns_mean"]) for line in evaluated] == [(0, 3), (2, 3), (4, 3)]
+    samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    assert {(sample["stop"], len(sample["pieces"])) for sample in samples} == {("completed", 6)}
+
+
+@pytest.mark.parametrize("options", [(), AHEAD], ids=["in turn", "ahead"])
+def test_a_resume_in_the_middle_changes_nothing(whole: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    spec = write(tmp_path)
+    if options:
+        train(spec, tmp_path / "whole", *options)
+        whole = tmp_path / "whole"
+        assert {line["rollout/staleness_max"] for line in trained(whole)} == {0, 1}
+    halves = tmp_path / "halves"
+    shutil.copytree(whole, halves)
+    shutil.rmtree(halves / "checkpoints" / "step_000004")
+    train(spec, halves, *options, "--resume")
+    assert counted(halves) == counted(whole)
+    assert spoken(halves) == spoken(whole)
+
+
+def test_a_sampler_that_is_killed_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    """One of two, by SIGKILL, while an episode is in its second turn; few episodes are open at once."""
+    run = tmp_path / "run"
+    log = run / "logs" / "attempt_1" / "rollout" / "rank1.log"
+    spec = write(tmp_path, log=str(log), **{"kill a sampler": True})
+    out = train(spec, run, *settings("rollout.processes=2", "rollout.max_restarts=1"))
+    assert "rollout rank 1 failed: its process was ended by SIGKILL" in out.replace("\n", " ")
+    assert [line["rollout/restarts"] for line in trained(run)][-1] == 1
+    assert counted(run) == counted(whole)
+    assert spoken(run) == spoken(whole)
+
+
+def test_only_what_is_lost_is_left_out(tmp_path: Path) -> None:
+    """A process is killed in the middle of an episode, another one in its reset. All others score 3 · 1."""
+    rows = [{"prompt": "ask", "number": number} for number in (1, 2, 1, 0)]  # the last is held out
+    spec = write(tmp_path, rows, reward=1.0, **{"lost at the start": True, "lost in between": True})
+    options = settings("eval.prompts=1", "data.max_rows=4", "data.prompts_per_step=3", "run.steps=2")
+    train(spec, tmp_path / "run", *options, *settings("eval.every=9"))
+    first, second = trained(tmp_path / "run")
+    assert (first["episode/lost"], first["reward/failed_environment_lost"]) == (2, 2)
+    assert (first["reward/mean"], first["reward/std"], first["reward/silent_groups"]) == (3.0, 0.0, 1.0)
+    assert first["episode/turns_mean"] == (10 * 3 + 2) / 12, "no group is left out"
+    assert first["episode/stop_environment_lost"] == 2 / 12
+    assert not first.get("rollout/dropped_stale")
+    assert (second["episode/lost"], second["episode/turns_mean"]) == (0, 3)
+
+
+def test_truncated_episodes_need_not_be_learned_from(tmp_path: Path) -> None:
+    one_turn = settings("environment.max_turns=1", "run.steps=1", "eval.every=9")
+    out = train(write(tmp_path), tmp_path / "run", *one_turn, *settings("environment.learn_truncated=false"))
+    (line,) = trained(tmp_path / "run")
+    assert (line["episode/stop_max_turns"], line["episode/turns_mean"]) == (1, 1)
+    assert "have no loss tokens" in out.replace("\n", " ")
+    assert "actor/loss" not in line
+
+
+SEVERAL = 'environment=[{name="talk", path="talk.py:Talk", max_turns=4}, {name="other", path="talk.py:Other"}]'
+
+
+def test_rows_name_their_environment(tmp_path: Path) -> None:
+    rows = [{"prompt": "ask", "number": 3, "where": where} for where in ("talk", "other") * 4]
+    options = settings(SEVERAL, "data.environment_column=where", "run.steps=1", "eval.every=9", "data.shuffle=false")
+    train(write(tmp_path, rows, reward=1.0), tmp_path / "run", *options)
+    (line,) = trained(tmp_path / "run")
+    assert line["episode/turns_mean"] == (3 + 1) / 2
+    assert line["reward/mean"] == (3 + 0.25) / 2
+    rows[1]["where"] = "elsewhere"
+    code, out = refused(write(tmp_path, rows), tmp_path / "refused", *options)
+    assert code == 2, out
+    assert 'where = "elsewhere" is no environment of the spec' in out
+    assert "rows.jsonl" in out
+    assert "talk or other" in out
+
+
+# ── the torch engines ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def waves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("waves")
+    train(write(folder), folder / "run", *TORCH, *settings("run.steps=2"))
+    return folder / "run"
+
+
+def test_sampler_and_trainer_agree_on_every_turn(waves: Path) -> None:
+    """What was drawn turn by turn, behind kept prefixes, is what one pass over the whole says."""
+    for line in trained(waves):
+        assert 0 < line["rollout/logprob_gap_max"] < 1e-4
+        assert line["actor/grad_norm"] > 0
+
+
+def test_runs_repeat_to_the_bit(waves: Path, tmp_path: Path) -> None:
+    """Although the environment naps at random."""
+    train(write(tmp_path, nap_s=0.2), tmp_path / "run", *TORCH, *settings("run.steps=2"))
+    assert counted(tmp_path / "run") == counted(waves)
+    assert spoken(tmp_path / "run") == spoken(waves)
+
+
+def test_turns_that_are_drawn_as_they_come_are_the_same(waves: Path, tmp_path: Path) -> None:
+    train(write(tmp_path), tmp_path / "run", *TORCH, *settings("run.steps=2", "rollout.repeatable=false"))
+    found, expected = spoken(tmp_path / "run"), spoken(waves)
+    assert found.keys() == expected.keys()
+    for name, pieces in found.items():
+        assert [piece["text"] for piece in pieces] == [piece["text"] for piece in expected[name]]
+        pairs = [
+            zip(a.get("tokens", ()), b.get("tokens", ()), strict=True)
+            for a, b in zip(pieces, expected[name], strict=True)
+        ]
+        assert all(abs(mine - theirs) <= 1.01e-4 for pair in pairs for (_, mine), (_, theirs) in pair)
+    for mine, theirs in zip(counted(tmp_path / "run"), counted(waves), strict=True):
+        for name in mine.keys() - {"episode/prefix_reused"}:
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-3), name

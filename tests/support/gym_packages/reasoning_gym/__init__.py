@@ -1,0 +1,1 @@
+"""Stands in for reasoning-gym, as far as rlctl knows it: `factory` and `utils`."""

@@ -1,0 +1,241 @@
+"""Try environments as the reward role runs them, each on one row: `python -m workers.offline.try_environment`.
+
+Reads JSON from standard input: `config`, the build request of the reward role; `trials`, of each environment its
+section's `key` and a `row` (null: none is at hand), or null where it is not to be tried; `max_prompt_tokens`,
+`start_timeout_s`; `log`, a file for what is printed. Writes what it found of each as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from backends.hf.tokenizer import TextCodec, load_codec
+from specs.errors import ModelError, RewardError, RlctlError
+from specs.schema.environment import EnvironmentSection
+from specs.text import show
+from specs.wire.finding import Finding
+from specs.wire.role_config import RewardConfig
+from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
+from workers.environments.pool import EnvironmentLost, EnvironmentPool, EnvironmentSetup
+from workers.episodes.chat_turns import ChatTurns
+from workers.episodes.episode import _begun
+from workers.episodes.tool_calls import ToolCall
+from workers.grading.reward_failures import is_of_code
+from workers.watchdog import die_with_parent, set_process_name
+
+OUTPUT_LINES = 8
+_STEP = "?"  # what the model is made to say to an environment that replies to text
+_VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
+_TEMPLATE_HINT = "repair the chat template, or use a model whose template takes these messages"
+_ASKED = [{"role": "user", "content": "Hi"}]  # where no row is at hand
+
+Texts = tuple[TextCodec, ChatRenderer]
+
+
+class Trial:
+    """What is found of one environment, in `found`."""
+
+    def __init__(self, key: str, section: EnvironmentSection, row: Mapping[str, Any] | None, request: Any) -> None:
+        """`request`: all of it, with its `config` parsed."""
+        self.key, self.section, self.row, self.request = key, section, row, request
+        self.source = next(name for name in ("path", "tools", "agent") if getattr(section, name))
+        self.config: RewardConfig = request["config"]
+        self.problems: list[dict[str, Any]] = []
+        self._doing = "reset"
+        self.found: dict[str, Any] = {"key": key, "row": row["where"] if row else "", "problems": self.problems}
+
+    async def run(self, texts: Texts | None) -> dict[str, Any]:
+        """Return what was found. `texts`: of the model; None where it is not at hand."""
+        section, log = self.section, Path(self.request["log"])
+        log.write_bytes(b"")
+        pool = EnvironmentPool(
+            EnvironmentSetup(section.path, section.tools, section.agent, self.config.spec_dir),
+            processes=1,
+            call_timeout_s=section.call_timeout_s,
+            memory_MiB=section.memory_MiB,
+            log_path=log,
+            sources=self.config.sources,
+            start_timeout_s=self.request["start_timeout_s"],
+        )
+        try:
+            await self._try(pool, texts)
+        except RewardError as error:
+            hint = "import it with python to see why" if str(log) in error.hint else error.hint
+            self._problem(f"{self.key}.{self.source}", error.message.removeprefix(f"{section.path} "), hint)
+        except (ModelError, ChatTemplateError) as error:
+            self._problem("model.path", str(getattr(error, "message", error)), getattr(error, "hint", _TEMPLATE_HINT))
+        finally:
+            await pool.close()
+        own = any(problem["key"] == f"{self.key}.{self.source}" for problem in self.problems)
+        lines = log.read_text(errors="replace").splitlines()[-OUTPUT_LINES:] if own else []
+        return {**self.found, "output": "\n".join(lines)}
+
+    async def _try(self, pool: EnvironmentPool, texts: Texts | None) -> None:
+        described = await pool.start()
+        functions = [tool["function"] for tool in described.tools]
+        self.found |= {"mode": described.mode, "tools": [{"name": one["name"], **_described(one)} for one in functions]}
+        call, messages, replies = None, _ASKED, [{"role": "user", "content": "1"}]
+        if functions:
+            call = ToolCall(functions[0]["name"], invented(functions[0]["parameters"]), "call00000")
+            replies = [{"role": "tool", "name": call.name, "tool_call_id": call.id, "content": "1"}]
+        if self.row is not None and described.mode != "agent":
+            environment = await pool.open()
+            try:
+                messages = _begun(self.row["messages"], await environment.reset(self.row["values"], self.config.seed))
+                self._doing = f"step({show(_STEP)})"
+                answer = await (environment.call(call.name, call.arguments) if call else environment.step(_STEP))
+                said = answer.text if isinstance(answer.text, list) else [{**replies[0], "content": answer.text}]
+                replies = said if all(one["content"] for one in said) else replies
+                self.found |= {"reply": "\n".join(str(one["content"]) for one in said), "reply_error": answer.error}
+            except EnvironmentLost as lost:
+                if call is None or self._doing == "reset":
+                    self._lost(lost)
+                    return
+                self.found |= {"reply": str(lost), "reply_error": True}  # who knows what the model's arguments do
+            finally:
+                await environment.close(reuse=False)
+        if texts is not None:
+            chat = ChatTurns(*texts, described.tools)
+            if messages is not _ASKED:
+                self._measure(messages, chat, texts)
+            if self._keeps(chat, described.mode, replies):
+                self._prove(chat, messages, call, str(replies[-1]["content"]))
+
+    def _lost(self, lost: EnvironmentLost) -> None:
+        """Note a call that ends the episode; it is an error where nothing but other code mends that."""
+        raised, hint = str(lost).partition(":")[0], "the model may write anything: let step take any text"
+        of_code = lost.cause == "crash" and (is_of_code("", str(lost)) or not raised.isidentifier())
+        if lost.cause == "timeout":
+            hint = f"raise {self.key}.call_timeout_s, or make it faster"
+        elif not of_code:
+            hint = "it may need what this machine does not have"
+        elif self._doing == "reset":
+            hint = f"it is given the row's columns by name: {', '.join(self.row['values'] if self.row else ())}"
+        message = f"{self._doing}, with {self.found['row']}, loses the episode: {lost}"
+        self._problem(f"{self.key}.{self.source}", message, hint, refuses=of_code)
+
+    # ── the chat template ─────────────────────────────────────────────────────────────────────────
+
+    def _measure(self, messages: Sequence[Mapping[str, Any]], chat: ChatTurns, texts: Texts) -> None:
+        """Count the prompt's tokens; an episode must have room for a turn behind it."""
+        codec, renderer = texts
+        most, turn = self.section.max_episode_tokens, self.config.max_response_tokens
+
+        def plain(said: Sequence[Mapping[str, Any]]) -> int:
+            return len(codec.encode([renderer.render(said)], rendered=True)[0])
+
+        prompt, of_row = len(chat.prompt(messages)), self.row["messages"] if self.row else ()
+        self.found |= {"prompt_tokens": prompt, "tools_tokens": prompt - plain(messages)}
+        if prompt + turn > most and plain(of_row) <= self.request["max_prompt_tokens"]:  # a longer one is dropped
+            what = "prompt with the tools" if self.found["tools"] else "prompt"
+            message = f"the first {what} has {prompt} tokens, and a turn up to {turn} (data.max_response_tokens)"
+            self._problem(f"{self.key}.max_episode_tokens", message, f"use at least {prompt + turn}")
+
+    def _keeps(self, chat: ChatTurns, mode: str, replies: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether replies leave what stands before them as it was; what does not is an error, unless the
+        conversation branches there."""
+        told = [chat.error_reply("")] if mode == "tools" and self.section.on_parse_error != "end" else []
+        rewrites = next((one for one in [*replies, *told] if not chat.keeps([one])), None)
+        if rewrites and self.section.history == "append":
+            why = ", to a call that cannot be read" if rewrites in told else ""
+            message = f"the chat template rewrites what stands before a reply of role {rewrites['role']}{why}"
+            hint = 'write history = "branch", which begins another sample of the rollout there, or repair the template'
+            self._problem(f"{self.key}.history", message, hint)
+        return rewrites is None
+
+    def _prove(self, chat: ChatTurns, messages: Sequence[Mapping[str, Any]], call: ToolCall | None, reply: str) -> None:
+        proof = chat.prove(messages, call, reply, _STEP)
+        self.found |= {
+            "turn": proof.parsed.text.strip(),
+            "turn_ids": proof.turn_ids,
+            "suffix_ids": proof.suffix_ids,
+            "reused_tokens": len(proof.prompt_ids) + len(proof.turn_ids),
+        }
+
+    def _problem(self, key: str, message: str, hint: str, *, refuses: bool = True) -> None:
+        self.problems.append(Finding(key=key, message=message, hint=hint, refuses=refuses).model_dump())
+
+
+# ── tools ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _described(function: Mapping[str, Any]) -> dict[str, str]:
+    """Return a tool's arguments, those with a ? may be left out, and the first line of what it says of itself."""
+    parameters = function["parameters"]
+    required = parameters.get("required", ())
+    arguments = (
+        f"{name}{'' if name in required else '?'}: {_type_text(schema)}"
+        for name, schema in parameters.get("properties", {}).items()
+    )
+    about = function.get("description", "").strip().partition("\n")[0]
+    return {"arguments": ", ".join(arguments), "about": about}
+
+
+def _type_text(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    return " | ".join(_types(schema)) or "any"
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    """Return the names of the types that a schema allows."""
+    listed = [one.get("type", ()) for one in (schema, *schema.get("anyOf", ())) if isinstance(one, Mapping)]
+    return [name for one in listed for name in ([one] if isinstance(one, str) else one)]
+
+
+def invented(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments for a tool: those that it needs, or all where it needs none."""
+    properties = parameters.get("properties", {})
+    names = [name for name in parameters.get("required", ()) if name in properties] or list(properties)
+    return {name: _invented(properties[name]) for name in names}
+
+
+def _invented(schema: Mapping[str, Any]) -> Any:
+    if schema.get("enum"):
+        return schema["enum"][0]
+    types = _types(schema)
+    return "1" if not types or "string" in types else _VALUES.get(types[0], "1")
+
+
+# ── the process ───────────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> int:
+    die_with_parent()
+    set_process_name("rlctl-check")
+    request = json.loads(sys.stdin.read())
+    config = request["config"] = RewardConfig.model_validate(request["config"])
+    replies = sys.stdout
+    with redirect_stdout(sys.stderr), ExitStack() as stack:
+        texts, wrong = None, None
+        try:
+            texts = _texts(config, stack) if config.model_path else None
+        except RlctlError as error:
+            wrong = Finding(key="model.path", message=error.message, hint=error.hint).model_dump()
+        for section, asked in zip(config.environments, request["trials"], strict=True):
+            if asked is None:
+                continue
+            found = asyncio.run(Trial(asked["key"], section, asked["row"], request).run(texts))
+            found["problems"] += [wrong] if wrong else []
+            print(json.dumps(found), file=replies, flush=True)
+            wrong = None
+    return 0
+
+
+def _texts(config: RewardConfig, stack: ExitStack) -> Texts:
+    """Return the tokenizer and its chat template. Raises ModelError where there is none."""
+    codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
+    if not codec.has_chat_template:
+        message = "its tokenizer has no chat template, which writes the turns of an environment"
+        raise ModelError(message, hint="use an instruct model, or add a chat_template.jinja")
+    return codec, stack.enter_context(renderer_of(codec))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
