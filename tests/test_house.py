@@ -27,8 +27,13 @@ ODD_TESTS = {
 MACHINE_CALLS = {"shutil.which", "shutil.disk_usage", "os.system", "os.popen", "os.cpu_count", "os.fork"}
 
 
+# Python files that are no part of the house: what users begin with, and packages that tests put in another's place.
+FOREIGN = ("specs/presets", "tests/support/gym_packages")
+
+
 def python_files(*folders: str) -> list[Path]:
-    return sorted(path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    found = sorted(path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return [path for path in found if not any(path.is_relative_to(foreign) for foreign in FOREIGN)]
 
 
 @cache
@@ -46,21 +51,22 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_000,
+        6_600,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (4_930, 4_300, ("specs/schema",)),
+    "schema": (5_090, 4_300, ("specs/schema",)),
     "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_300, 3_500, ("rlctl/processes", "workers/*.py")),
+    "processes": (4_330, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_400, 2_000, ("rlctl/show",)),
     "run": (3_000, 2_200, ("rlctl/run",)),
-    "grading": (1_540, 1_400, ("workers/grading",)),
-    "engines, packing, weights": (16_000, 15_000, ("backends",)),
-    "four packages": (51_700, 50_000, WINGS),
-    "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (38_000, 38_000, ("tests",)),
-    "docs": (3_500, 3_500, ("docs",)),
+    "grading": (1_600, 1_400, ("workers/grading",)),
+    "environments, episodes": (2_800, 2_800, ("workers/environments", "workers/episodes", "rlctl/loop/episodes.py")),
+    "engines, packing, weights": (16_220, 15_000, ("backends",)),
+    "four packages": (56_400, 50_000, WINGS),
+    "scripts": (3_060, 3_000, ("scripts",)),
+    "tests with their cases": (41_800, 38_000, ("tests",)),
+    "docs": (3_560, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

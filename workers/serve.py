@@ -55,7 +55,7 @@ TypedHandler = Callable[[Request[Any], Emit], Replied]
 
 
 class Work(Protocol):
-    """What the serving thread does between calls, as long as there is any: it ends in futures that handlers gave."""
+    """Is done by the serving thread between calls, as long as there is any; it ends in futures that handlers gave."""
 
     @property
     def pending(self) -> bool: ...

@@ -43,7 +43,7 @@ _KILL_S = 5.0
 
 @dataclass(frozen=True)
 class TriedEnvironment:
-    """What an environment is, and what it did with a row and a scripted turn. `turn_ids`, `suffix_ids`: the turn's
+    """Hold what an environment is, and what it did with a row and a scripted turn. `turn_ids`, `suffix_ids`: the turn's
     tokens, and those that are appended to it; `reused_tokens`: of the next prompt, those that have been computed."""
 
     key: str

@@ -113,7 +113,10 @@ def _call(spec: SamplingSpec, key: str, path: str, pool: GraderPool, row: DataRo
     """Call one function with the row's own answer. What code alone can mend is an error."""
     answer = row.values.get(spec.answer_column)
     completion = "" if answer is None else gold_answer(answer)
-    (grade,) = pool.grade([GradeRequest(0, _prompt(row, spec.data_section), row.values, completion, 1)])
+    prompt = _prompt(row, spec.data_section)
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    episode = {"messages": messages, "stop": "completed", "reward": 0.0, "why": ""} if spec.environments else None
+    (grade,) = pool.grade([GradeRequest(0, prompt, row.values, completion, 1, episode=episode)])
     found.calls.append(RewardCall(path, row.where, completion, grade.values[0] if grade.values else None, grade.text))
     if grade.cause:
         why = f"{path.rpartition(':')[2]}, called with the first row, gives no score: {last_line(grade.text)}"

@@ -66,12 +66,12 @@ class EnvironmentSection(Table):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """What it is made from, as the spec names it."""
+        """The code that it is made from, as the spec names it."""
         return tuple(filter(None, (self.path, *self.tools, self.agent)))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Those of its sources that are Python files."""
+        """The Python files among its sources."""
         return tuple(source for source in self.sources if not source.startswith("mcp:"))
 
 

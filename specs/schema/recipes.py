@@ -85,7 +85,7 @@ class SamplingSpec(Spec):
 
     @property
     def environments(self) -> tuple[EnvironmentSection, ...]:
-        """What replies to completions; none: a completion is all that there is to a rollout."""
+        """The environments that reply to completions; none: a completion is all that there is to a rollout."""
         return ()
 
     @property

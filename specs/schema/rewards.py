@@ -53,7 +53,7 @@ class MathVerify(RewardTerm):
 
 
 class ReasoningGym(RewardTerm):
-    """What the reasoning-gym data set that the row is of gives the completion, stripped, or what stands in its last
+    """The score that the reasoning-gym data set of the row gives the completion, stripped, or what stands in its last
     `<answer>…</answer>`: 0 to 1."""
 
     right_score: ClassVar[float | None] = 1.0
@@ -166,7 +166,7 @@ class ModelScore(RewardTerm):
 
 
 class EnvironmentReward(RewardTerm):
-    """What the environment gave: the sum of its turns' rewards and of `get_reward`."""
+    """The sum of what the environment gave: its turns' rewards and `get_reward`."""
 
     graded_by: ClassVar[GradedBy] = "environment"
     kind: Literal["environment"]

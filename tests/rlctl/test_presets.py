@@ -70,6 +70,8 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         )
     if name == "distill-cpu":  # the quickstart's export
         write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
+    if name in ("game-cpu", "tools-cpu"):  # the warm-up's checkpoint
+        write_model(tmp_path / spec.model.path, {}, "tiny-chat", {})
     for section in (spec.role(role) for role in spec.roles if ROLES[role].holds_model):
         if section.python and not Path(section.python).exists():
             pytest.skip(f"scripts/setup-engine {section.engine.kind} makes {section.python}")

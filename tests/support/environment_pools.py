@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from workers.environments.pool import Described, Environment, EnvironmentPool, EnvironmentSetup
+from workers.environments.environment_pool import Described, Environment, EnvironmentPool, EnvironmentSetup
 
 LIMIT_S = 90.0  # on a busy machine any call may take seconds
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,7 +28,7 @@ def make_with(python: str, env: Mapping[str, str]) -> None:
     _making.update(python=python, env=dict(env))
 
 
-def gym_rows(source: str) -> Iterator[dict[str, Any]]:
+def gym_rows(source: str) -> Generator[dict[str, Any], None, None]:
     """Yield rows: `prompt`, `answer` and what scores them, `reasoning_gym`. Raises DataError."""
     env = {**os.environ, **_making["env"]}
     env["PYTHONPATH"] = os.pathsep.join(part for part in (str(_ROOT), env.get("PYTHONPATH", "")) if part)

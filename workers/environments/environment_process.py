@@ -31,7 +31,7 @@ class EnvironmentLost(Exception):
         self.cause, self.text, self.hint = cause, text, hint
 
 
-class Zygote:
+class ZygoteHandle:
     """The process that has imported the user's files and forks. It dies with the thread that made it."""
 
     def __init__(self, hello: bytes, log_path: Path, python: str, env: Mapping[str, str]) -> None:
@@ -129,7 +129,7 @@ class EnvironmentProcess:
         self.description: dict[str, Any] = {}
 
     @classmethod
-    async def fork(cls, zygote: Zygote) -> EnvironmentProcess:
+    async def fork(cls, zygote: ZygoteHandle) -> EnvironmentProcess:
         """Return a process when its tools are there. Raises EnvironmentLost."""
         ours, theirs = socket.socketpair()
         with theirs:

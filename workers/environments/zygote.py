@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from specs.errors import RewardError
-from workers.environments.child import Pipe, Session, children
+from workers.environments.environment_child import Pipe, Session, children
 from workers.environments.loaded import Loaded, load
 from workers.grading.child import die_with_parent, hide_streams
 from workers.grading.reward_sources import keep_sources

@@ -31,8 +31,8 @@ _WRITES: tuple[Callable[[str], str], ...] = (str, str.strip, lambda text: json.d
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """What the model sampled, read. `text`: all of it but `stop`, the token that ended it (None: a limit did). `error`:
-    why a tool call in it cannot be read, for the model."""
+    """Hold what the model sampled, read. `text`: all of it but `stop`, the token that ended it (None: a limit did).
+    `error`: why a tool call in it cannot be read, for the model."""
 
     message: dict[str, Any]
     text: str

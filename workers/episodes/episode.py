@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 from specs.errors import ModelError
 from specs.schema.environment import EnvironmentSection, StopReason
 from workers.chat_renderer import ChatTemplateError
-from workers.environments.pool import Described, Environment, EnvironmentLost, EnvironmentPool, Observation, Reply
+from workers.environments.environment_pool import (
+    Described,
+    Environment,
+    EnvironmentLost,
+    EnvironmentPool,
+    EnvironmentReply,
+    Observation,
+)
 from workers.episodes.chat_turns import AssistantTurn, ChatTurns
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory
 
@@ -145,7 +152,7 @@ class Episode:
                 return replies, "tool_stopped"
         return replies, None if turn.calls else "completed"
 
-    def _count(self, reply: Reply) -> None:
+    def _count(self, reply: EnvironmentReply) -> None:
         self.trajectory.tool_errors += reply.error
         self.trajectory.add_reward(reply.reward)
 

@@ -1,4 +1,4 @@
-"""What an episode leaves behind: exact tokens, who wrote them, and why it ended."""
+"""Keep what an episode leaves behind: exact tokens, who wrote them, and why it ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Task:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What the sampler wrote. `finished`: a stop token, the last of them, ended it rather than a limit."""
+    """Hold what the sampler wrote. `finished`: a stop token, the last of them, ended it rather than a limit."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]

@@ -22,7 +22,7 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import RewardConfig
 from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
-from workers.environments.pool import EnvironmentLost, EnvironmentPool, EnvironmentSetup
+from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool, EnvironmentSetup
 from workers.episodes.chat_turns import ChatTurns
 from workers.episodes.episode import _begun
 from workers.episodes.tool_calls import ToolCall
@@ -38,8 +38,8 @@ _ASKED = [{"role": "user", "content": "Hi"}]  # where no row is at hand
 Texts = tuple[TextCodec, ChatRenderer]
 
 
-class Trial:
-    """What is found of one environment, in `found`."""
+class EnvironmentTrial:
+    """Collects what is found of one environment, in `found`."""
 
     def __init__(self, key: str, section: EnvironmentSection, row: Mapping[str, Any] | None, request: Any) -> None:
         """`request`: all of it, with its `config` parsed."""
@@ -221,7 +221,7 @@ def main() -> int:
         for section, asked in zip(config.environments, request["trials"], strict=True):
             if asked is None:
                 continue
-            found = asyncio.run(Trial(asked["key"], section, asked["row"], request).run(texts))
+            found = asyncio.run(EnvironmentTrial(asked["key"], section, asked["row"], request).run(texts))
             found["problems"] += [wrong] if wrong else []
             print(json.dumps(found), file=replies, flush=True)
             wrong = None

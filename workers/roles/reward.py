@@ -31,7 +31,7 @@ from workers.rank_report import as_built
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, aside, typed
 
 if TYPE_CHECKING:
-    from workers.episodes.runner import EpisodeRunner
+    from workers.episodes.episode_runner import EpisodeRunner
 
 _WAITING = 32
 
@@ -80,7 +80,7 @@ class Reward:
         if config.score_text is not None and not whose:
             self._score_texts = ScoreTexts(config.score_text, self._codec)
         if config.environments:
-            from workers.episodes.runner import EpisodeRunner
+            from workers.episodes.episode_runner import EpisodeRunner
 
             self._runner = EpisodeRunner(config, self._codec, self.rank.rank, logs / f"environment_output{whose}.log")
         if self._pool is not None:

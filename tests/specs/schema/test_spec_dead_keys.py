@@ -35,7 +35,7 @@ DERIVED = ("roles", "evaluations", "samples_per_step", "max_sequence_tokens")
 AT_RUN_TIME = {
     *(f"run.{key}_timeout_s" for key in ("start", "verb", "stall", "heartbeat")),
     *("run.max_memory_growth_GiB", "reward.max_restarts", "reward.min_processes", "rollout.top_p", "rollout.top_k"),
-    *("eval.every", "checkpoint.every", "checkpoint.keep", "sync.bucket_MiB"),
+    *("rollout.repeatable", "eval.every", "checkpoint.every", "checkpoint.keep", "sync.bucket_MiB"),
     *(f"algorithm.correction.{key}" for key in ("level", "mode", "low", "high")),
     *(f"algorithm.kl_{key}" for key in ("target", "horizon")),
     *(f"algorithm.{key}" for key in ("dynamic_sampling", "max_refills", "mask_truncated")),
@@ -80,6 +80,8 @@ OTHER: dict[str, Any] = {
     **dict.fromkeys(("eval.pass_term", "eval.sets.N.pass_term"), 0),
     **dict.fromkeys(("eval.sets.N.temperature", "eval.sets.N.top_p"), 0.5),
     **dict.fromkeys(("eval.pass_score", "eval.sets.N.pass_score"), 0.5),
+    "environment.tools": ["other.py:add"],
+    **dict.fromkeys(("environment.path", "environment.agent"), "other.py:own"),
     "cluster.hostfile": "more_hosts",
     "cluster.remote_shell": ["rsh", "{host}"],
 }
@@ -130,6 +132,13 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "rollout.warn_logprob_gap": {"rollout.max_logprob_gap": 1.0},
     "rollout.engine.lora": {"actor.lora": {}, "model.from_scratch": False},
     "rollout.engine.gpu_memory_utilization": {"rollout.devices": [0]},
+    "environment": {"environment": {"tools": ["tools.py:add"], "max_episode_tokens": 64}},
+    **{f"environment.{key}": {"environment": {key: f"own.py:{key}"}} for key in ("path", "agent")},
+    "environment.credit": {"algorithm.kind": "reinforce++", "reward.terms": [{"kind": "environment"}]},
+    "data.environment_column": {
+        "environment": [{"name": name, "tools": ["tools.py:add"]} for name in ("one", "other")],
+        "data.environment_column": "kind",
+    },
 }
 
 
@@ -200,7 +209,12 @@ def of_kind(place: str, table: type[Table]) -> dict[str, Any]:
     if family.startswith("reward.terms"):
         required = {"pattern": "a", "buffer_tokens": 4, "path": "rewards.py:score", **JUDGE}
         own = {family: {"kind": kind, **{name: required[name] for name in required if name in table.model_fields}}}
-        return {**own, **({"reward_model": SCORES["reward_model"]} if kind == "model" else {})}
+        needs = {
+            "model": {"reward_model": SCORES["reward_model"]},
+            "environment": CONTEXT["environment"],
+            "reasoning_gym": {"data.train": "reasoning-gym:chain_sum"},
+        }
+        return {**own, **needs.get(kind, {})}
     if family == "algorithm":
         teacher = issubclass(table, Algorithm) and table.advantage_table.needs_teacher
         return {"algorithm.kind": kind, **({"ref.model": "teacher"} if teacher else {})}

@@ -40,13 +40,14 @@ def refused(source: str) -> DataError:
 
 
 def test_rows_are_those_of_the_seed() -> None:
+    before = {*sys.modules}
     first, second = rows("tiny_sum?size=2&seed=7&terms=3")
     assert (first["prompt"], first["answer"], second["prompt"]) == ("7 + 8 + 9 =", "24", "8 + 9 + 10 =")
     assert first["reasoning_gym"]["options"] == {"terms": 3}
     assert rows("tiny_sum?seed=8", 1)[0]["prompt"] == "8 + 9 ="
     (row,) = read_rows("reasoning-gym:tiny_sum", split="", base=Path(), max_rows=1)
     assert row.where == "reasoning-gym:tiny_sum row 1"
-    assert "reasoning_gym" not in sys.modules, "this process imports nothing"
+    assert "reasoning_gym" not in {*sys.modules} - before, "this process imports nothing"
 
 
 def test_what_cannot_be_made_is_refused_with_the_next_action(tmp_path: Path) -> None:
@@ -75,9 +76,7 @@ def test_a_process_whose_rows_nobody_reads_ends() -> None:
 
 
 @pytest.mark.skipif(not INSTALLED, reason="pip install reasoning-gym")
-@pytest.mark.parametrize(
-    "name", ["chain_sum", "arc_1d", "rearc", "graph_color", "knights_knaves", "prime_factorization"]
-)
+@pytest.mark.parametrize("name", ["chain_sum", "rearc", "prime_factorization"])
 def test_the_package_itself_makes_and_scores_rows(name: str) -> None:
     gym_rows.make_with(sys.executable, {})
     for row in rows(f"{name}?size=3&seed=5"):

@@ -20,7 +20,7 @@ from backends.hf.tokenizer import TextCodec, load_codec
 from rlctl.models.paths import BUILTIN_FOLDER
 from specs.schema.environment import BY_ITSELF, STOP_REASONS, UNSCORED, EnvironmentSection
 from workers.chat_renderer import ChatRenderer, renderer_of
-from workers.environments.pool import Described, EnvironmentLost, EnvironmentPool
+from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
 from workers.episodes.chat_turns import ChatTurns
 from workers.episodes.episode import Episode
 from workers.episodes.trajectory import BRANCH_BITS, Sample, SampledTurn, Task, Trajectory, columns_of

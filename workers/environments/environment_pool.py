@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from specs.errors import RewardError
 from workers.environments.environment_process import EnvironmentLost as EnvironmentLost
-from workers.environments.environment_process import EnvironmentProcess, Zygote
+from workers.environments.environment_process import EnvironmentProcess, ZygoteHandle
 from workers.grading.grader_process import KILL_WAIT_S, encode
 from workers.grading.reward_sources import read_sources
 from workers.watchdog import kill_marked
@@ -58,7 +58,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Reply:
+class EnvironmentReply:
     """Hold what a call returned. `error`: the tool raised, or there is no such tool; the text is for the model."""
 
     text: str | list[dict[str, Any]]
@@ -93,7 +93,7 @@ class EnvironmentPool:
         self._python, self._env = python, {**env, _MARK: secrets.token_hex(8)}
         self._slots = asyncio.Semaphore(processes)
         self._starting = asyncio.Semaphore(max(os.cpu_count() or 1, 2))
-        self._zygote: Zygote | None = None
+        self._zygote: ZygoteHandle | None = None
         self._zygote_lock = asyncio.Lock()
         self._idle: list[EnvironmentProcess] = []
         self._closed = False
@@ -141,13 +141,13 @@ class EnvironmentPool:
             except TimeoutError:
                 raise EnvironmentLost("timeout", f"not ready after {self.start_timeout_s:g} s") from None
 
-    async def _ready_zygote(self) -> Zygote:
+    async def _ready_zygote(self) -> ZygoteHandle:
         """Return the process that forks; one that ended is replaced."""
         async with self._zygote_lock:
             if self._closed:
                 raise RewardError("the pool is closed")
             if self._zygote is None or self._zygote.gone:
-                self._zygote = Zygote(self._hello, self.log_path, self._python, self._env)
+                self._zygote = ZygoteHandle(self._hello, self.log_path, self._python, self._env)
             await asyncio.shield(self._zygote.ready)
             return self._zygote
 
@@ -172,13 +172,13 @@ class Environment:
         """Begin an episode with a row of the data. Raises EnvironmentLost, as all that follow."""
         return Observation((await self._ask({"do": "reset", "row": dict(row), "seed": seed}))["content"])
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> EnvironmentReply:
         """Call a tool."""
-        return Reply(**await self._ask({"do": "call", "name": name, "arguments": arguments}))
+        return EnvironmentReply(**await self._ask({"do": "call", "name": name, "arguments": arguments}))
 
-    async def step(self, text: str) -> Reply:
+    async def step(self, text: str) -> EnvironmentReply:
         """Give what the model wrote to an environment that replies to text."""
-        return Reply(**await self._ask({"do": "step", "text": text}))
+        return EnvironmentReply(**await self._ask({"do": "step", "text": text}))
 
     async def reward(self) -> float | None:
         """Return what `get_reward` gives; None where there is none."""

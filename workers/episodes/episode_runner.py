@@ -22,7 +22,7 @@ from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.role_config import RewardConfig
 from workers.chat_renderer import renderer_of
-from workers.environments.pool import Described, EnvironmentPool, EnvironmentSetup
+from workers.environments.environment_pool import Described, EnvironmentPool, EnvironmentSetup
 from workers.episodes.chat_turns import ChatTurns
 from workers.episodes.episode import Episode
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of

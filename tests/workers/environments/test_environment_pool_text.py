@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from environment_pools import make_pool, run, written
 
-from workers.environments.pool import Described, EnvironmentLost, EnvironmentPool, Reply
+from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool, EnvironmentReply
 
 CODE = '''
     class Plain:
@@ -70,10 +70,12 @@ def pool_of(folder: Path, name: str) -> EnvironmentPool:
     return make_pool(folder, path=f"{written(folder, CODE)}:{name}", processes=1)
 
 
-def episode(folder: Path, name: str, row: dict[str, Any], seed: int, texts: list[str]) -> tuple[Any, list[Reply]]:
+def episode(
+    folder: Path, name: str, row: dict[str, Any], seed: int, texts: list[str]
+) -> tuple[Any, list[EnvironmentReply]]:
     pool = pool_of(folder, name)
 
-    async def test(described: Described) -> tuple[Any, list[Reply]]:
+    async def test(described: Described) -> tuple[Any, list[EnvironmentReply]]:
         assert (described.mode, described.tools) == ("text", ())
         environment = await pool.open()
         observation = await environment.reset(row, seed)
@@ -86,27 +88,36 @@ def episode(folder: Path, name: str, row: dict[str, Any], seed: int, texts: list
 
 
 def test_text_alone(tmp_path: Path) -> None:
-    assert episode(tmp_path, "Plain", {"a": 1}, 0, ["x"]) == (None, [Reply("you wrote x", None, done=False)])
+    assert episode(tmp_path, "Plain", {"a": 1}, 0, ["x"]) == (None, [EnvironmentReply("you wrote x", None, done=False)])
 
 
 def test_gymnasium(tmp_path: Path) -> None:
     content, replies = episode(tmp_path, "Gymnasium", {"a": 1}, 2, ["5", "1"])
     assert content == "guess below 2"
-    assert replies == [Reply("wrong", 0.0, done=False), Reply("right", 1.0, done=True, truncated=True)]
+    assert replies == [
+        EnvironmentReply("wrong", 0.0, done=False),
+        EnvironmentReply("right", 1.0, done=True, truncated=True),
+    ]
     assert "closed" in (tmp_path / "output.log").read_text()
 
 
 def test_old_gym_whose_observations_are_no_text(tmp_path: Path) -> None:
     content, replies = episode(tmp_path, "Old", {"prompt": "p"}, 0, ["x", "end"])
     assert content == '{"board": "p"}'
-    assert replies == [Reply('{"board": "x"}', 1.0, done=False), Reply('{"board": "end"}', 1.0, done=True)]
+    assert replies == [
+        EnvironmentReply('{"board": "x"}', 1.0, done=False),
+        EnvironmentReply('{"board": "end"}', 1.0, done=True),
+    ]
 
 
 @pytest.mark.parametrize("row", [{"prompt": "p"}, {"messages": [{"role": "system", "content": "s"}], "prompt": "s"}])
 def test_skyrl_gym(tmp_path: Path, row: dict[str, Any]) -> None:
     content, replies = episode(tmp_path, "SkyRL", row, 0, ["x", "end"])
     assert content == [{"role": "user", "content": "begin"}]  # what the prompt has is not there twice
-    assert replies == [Reply([{"role": "user", "content": "x"}], 0.25, done=False), Reply("", 1.0, done=True)]
+    assert replies == [
+        EnvironmentReply([{"role": "user", "content": "x"}], 0.25, done=False),
+        EnvironmentReply("", 1.0, done=True),
+    ]
 
 
 def test_what_no_reply_can_be_made_of_loses_the_episode(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from environment_pools import make_pool, opened, run, written
 from process_ends import ended
 
 from specs.errors import RewardError
-from workers.environments.pool import Described, EnvironmentLost, EnvironmentPool, Reply
+from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool, EnvironmentReply
 
 pytest.importorskip("mcp", reason="the package mcp is an extra")
 
@@ -91,13 +91,13 @@ def test_a_server_and_a_function_in_one_list(tmp_path: Path) -> None:
         pids = []
         for _ in range(2):
             async with opened(pool) as environment:
-                assert await environment.call("add", {"a": 2}) == Reply("3", None, done=False)
-                assert await environment.call("double", {"x": 2}) == Reply("4", None, done=False)
+                assert await environment.call("add", {"a": 2}) == EnvironmentReply("3", None, done=False)
+                assert await environment.call("double", {"x": 2}) == EnvironmentReply("4", None, done=False)
                 reply = await environment.call("fail", {})
                 assert reply.error
                 assert "Error executing tool fail" in str(reply.text)
                 wrong = await environment.call("add", {"b": 1})
-                assert wrong == Reply("add: missing a; its arguments are a, b", None, done=False, error=True)
+                assert wrong == EnvironmentReply("add: missing a; its arguments are a, b", None, done=False, error=True)
                 bad_type = await environment.call("add", {"a": "x"})
                 assert bad_type.error
                 assert "valid integer" in str(bad_type.text)

@@ -49,7 +49,7 @@ def test_what_cannot_be_made_stands_at_its_key(tmp_path: Path) -> None:
 
 def test_the_reward_roles_interpreter_is_asked(tmp_path: Path) -> None:
     other = tmp_path / "python"
-    other.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{STAND_IN}" exec {sys.executable} "$@"\n')
+    other.write_text(f'#!/bin/sh\nPYTHONPATH="{STAND_IN}:$PYTHONPATH" exec {sys.executable} "$@"\n')
     (tmp_path / "reasoning_gym.py").write_text("raise ModuleNotFoundError('no', name='reasoning_gym')")
     other.chmod(0o755)
     assert found(tmp_path, "tiny_sum", python="python", env={}) == []

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from environment_pools import LIMIT_S, make_pool, opened, run, written
 
-from workers.environments.pool import Described, EnvironmentPool, EnvironmentSetup, Observation, Reply
+from workers.environments.environment_pool import (
+    Described,
+    EnvironmentPool,
+    EnvironmentReply,
+    EnvironmentSetup,
+    Observation,
+)
 
 # The example of TRL's page on environments, as it stands there.
 TRL_CLASS = '''
@@ -98,8 +104,8 @@ def test_a_class_written_for_trl(tmp_path: Path) -> None:
         assert described == Described("tools", (INCREMENT,), "IncrementEnv", takes_seed=True, gives_reward=True)
         environment = await pool.open()
         assert await environment.reset({"target": 3, "prompt": "p"}, 0) == Observation("Increment the counter to 3.")
-        assert await environment.call("increment", {"step": 2}) == Reply("2", None, done=False)
-        assert await environment.call("increment", {"step": 1}) == Reply("3", None, done=False)
+        assert await environment.call("increment", {"step": 2}) == EnvironmentReply("2", None, done=False)
+        assert await environment.call("increment", {"step": 1}) == EnvironmentReply("3", None, done=False)
         assert await environment.reward() == 3.0
         await environment.close()
         async with opened(pool) as environment:
@@ -119,14 +125,14 @@ def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
         content = [{"role": "user", "content": "tea 5"}]
         assert await environment.reset({"item": "tea", "other": 1}, 5) == Observation(content)
         assert await environment.reward() is None
-        assert await environment.call("buy", {"count": 2}) == Reply("bought 2 tea", 1.0, done=False)
+        assert await environment.call("buy", {"count": 2}) == EnvironmentReply("bought 2 tea", 1.0, done=False)
         for kind, text in {
             "dict": '{"a": [1, null], "é": "{2}"}',
             "none": "null",
             "pair": "[1, 2]",
             "half": "?!",
         }.items():
-            assert await environment.call("show", {"kind": kind}) == Reply(text, None, done=False)
+            assert await environment.call("show", {"kind": kind}) == EnvironmentReply(text, None, done=False)
         await environment.call("buy", {})
         assert (await environment.call("buy", {})).done
         await environment.close()
@@ -146,7 +152,7 @@ def test_what_does_not_fit_is_for_the_model_to_read(tmp_path: Path) -> None:
                 "KeyError: 'nothing'": ("show", {"kind": "nothing"}),
             }
             for text, call in replies.items():
-                assert await environment.call(*call) == Reply(text, None, done=False, error=True)
+                assert await environment.call(*call) == EnvironmentReply(text, None, done=False, error=True)
 
     run(pool, test)
 
@@ -191,8 +197,8 @@ def test_functions_need_no_class(tmp_path: Path) -> None:
         assert (described.mode, described.name, described.gives_reward) == ("tools", "tools", False)
         environment = await pool.open()
         assert await environment.reset({}, 0) == Observation(None)
-        assert await environment.call("add", {"a": 1, "b": 2}) == Reply("3.5", None, done=False)
-        assert await environment.call("now", {}) == Reply("late", None, done=False)
+        assert await environment.call("add", {"a": 1, "b": 2}) == EnvironmentReply("3.5", None, done=False)
+        assert await environment.call("now", {}) == EnvironmentReply("late", None, done=False)
         await environment.close()
 
     run(pool, test)

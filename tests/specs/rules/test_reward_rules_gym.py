@@ -14,9 +14,10 @@ from specs.schema.sections import is_hub_data
 GYM = {"kind": "reasoning_gym"}
 
 
-def spec(train: str, evaluated: str = "", **more: Any) -> dict[str, Any]:
+def spec(train: str, evaluated: str = "") -> dict[str, Any]:
     held = {"eval": {"every": 5, "data": evaluated, "prompts": 20}} if evaluated else {}
-    return raw_spec(data={"train": train}, reward={"terms": [GYM]}, **held, **more)
+    raw: dict[str, Any] = raw_spec(data={"train": train}, reward={"terms": [GYM]}, **held)
+    return raw
 
 
 def test_options_are_json_or_text() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from environment_pools import make_pool, run, written
 
-from workers.environments.pool import Described, EnvironmentLost, EnvironmentPool
+from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
 
 CODE = """
     import asyncio, random, time

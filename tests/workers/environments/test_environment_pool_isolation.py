@@ -18,8 +18,14 @@ from environment_pools import LIMIT_S, make_pool, opened, run, started, written
 from process_ends import ended
 
 from specs.errors import RewardError
-from workers.environments import pool as pool_module
-from workers.environments.pool import Described, Environment, EnvironmentLost, EnvironmentPool, Reply
+from workers.environments import environment_pool as pool_module
+from workers.environments.environment_pool import (
+    Described,
+    Environment,
+    EnvironmentLost,
+    EnvironmentPool,
+    EnvironmentReply,
+)
 
 CODE = '''
     import ctypes, json, os, subprocess, sys, time
@@ -131,7 +137,7 @@ def with_pool(folder: Path, test: Callable[[EnvironmentPool], Awaitable[None]], 
     run(pool, lambda _: test(pool))
 
 
-async def does(environment: Environment, what: str) -> Reply:
+async def does(environment: Environment, what: str) -> EnvironmentReply:
     return await environment.call("do", {"what": what})
 
 
@@ -190,7 +196,7 @@ def test_errors_of_a_tool_are_for_the_model_and_its_prints_for_the_log(tmp_path:
                 assert isinstance(reply.text, str)
                 assert reply.text.startswith(text)
                 assert reply.error
-            assert await does(environment, "print") == Reply("", None, done=False)
+            assert await does(environment, "print") == EnvironmentReply("", None, done=False)
             assert "MemoryError" in str((await does(environment, "fill_in_a_child")).text)
             text = (await does(environment, "long")).text
             assert len(text) < 1_100_000

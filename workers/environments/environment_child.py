@@ -77,7 +77,7 @@ class Pipe:
         self._in += chunk
 
 
-class Client:
+class AgentClient:
     """The sampler, for an agent."""
 
     def __init__(self, pipe: Pipe, loop: asyncio.AbstractEventLoop) -> None:
@@ -216,7 +216,7 @@ class Session:
     def _run(self, task: Mapping[str, Any]) -> dict[str, Any]:
         _seed_generators(task.get("seed"))
         assert self._loaded.agent is not None
-        client = Client(self._pipe, self._loop)
+        client = AgentClient(self._pipe, self._loop)
         self._loop.add_reader(self._pipe.end, client.read)
         try:
             value = self._finish(self._loaded.agent(task, client))
