@@ -92,8 +92,9 @@ def try_environments(spec: Spec, spec_dir: Path, known: Collection[str] = ()) ->
         for reply in _ask(spec, spec_dir, request, wanted):
             for problem in reply.pop("problems"):
                 message = problem["message"].replace(str(folder), spec.model.path) if folder else problem["message"]
+                new = Problem(problem["key"], message, problem["hint"])
                 kind = found.errors if problem["refuses"] else found.warnings
-                kind.append(Problem(problem["key"], message, problem["hint"]))
+                kind += [new] if new not in kind else []
             found.environments.append(TriedEnvironment(name=", ".join(sections[reply["key"]].sources), **reply))
     return Tried(with_values(spec, found.errors), with_values(spec, found.warnings), found.environments)
 

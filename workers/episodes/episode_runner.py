@@ -29,7 +29,7 @@ from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, c
 from workers.serve import Emit, Reply, Request
 
 _CLOSE_S = 10.0
-_PACE_S = 0.01  # between messages to the driver, where there is more to say: each costs both sides about 0.3 ms
+_PACE_S = 0.02  # between messages to the driver, each of which costs both sides some 0.3 ms
 
 
 class EpisodeRunner:

@@ -11,12 +11,13 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from backends.hf.tokenizer import TextCodec, load_codec
-from specs.errors import ModelError, RewardError, RlctlError
+from specs.errors import ModelError, RewardError
 from specs.schema.environment import EnvironmentSection
 from specs.text import show
 from specs.wire.finding import Finding
@@ -35,8 +36,6 @@ _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "arr
 _TEMPLATE_HINT = "repair the chat template, or use a model whose template takes these messages"
 _ASKED = [{"role": "user", "content": "Hi"}]  # where no row is at hand
 
-Texts = tuple[TextCodec, ChatRenderer]
-
 
 class EnvironmentTrial:
     """Collects what is found of one environment, in `found`."""
@@ -50,8 +49,8 @@ class EnvironmentTrial:
         self._doing = "reset"
         self.found: dict[str, Any] = {"key": key, "row": row["where"] if row else "", "problems": self.problems}
 
-    async def run(self, texts: Texts | None) -> dict[str, Any]:
-        """Return what was found. `texts`: of the model; None where it is not at hand."""
+    async def run(self) -> dict[str, Any]:
+        """Return what was found."""
         section, log = self.section, Path(self.request["log"])
         log.write_bytes(b"")
         pool = EnvironmentPool(
@@ -64,7 +63,7 @@ class EnvironmentTrial:
             start_timeout_s=self.request["start_timeout_s"],
         )
         try:
-            await self._try(pool, texts)
+            await self._try(pool)
         except RewardError as error:
             hint = "import it with python to see why" if str(log) in error.hint else error.hint
             self._problem(f"{self.key}.{self.source}", error.message.removeprefix(f"{section.path} "), hint)
@@ -76,7 +75,7 @@ class EnvironmentTrial:
         lines = log.read_text(errors="replace").splitlines()[-OUTPUT_LINES:] if own else []
         return {**self.found, "output": "\n".join(lines)}
 
-    async def _try(self, pool: EnvironmentPool, texts: Texts | None) -> None:
+    async def _try(self, pool: EnvironmentPool) -> None:
         described = await pool.start()
         functions = [tool["function"] for tool in described.tools]
         self.found |= {"mode": described.mode, "tools": [{"name": one["name"], **_described(one)} for one in functions]}
@@ -91,8 +90,9 @@ class EnvironmentTrial:
                 self._doing = f"step({show(_STEP)})"
                 answer = await (environment.call(call.name, call.arguments) if call else environment.step(_STEP))
                 said = answer.text if isinstance(answer.text, list) else [{**replies[0], "content": answer.text}]
-                replies = said if all(one["content"] for one in said) else replies
-                self.found |= {"reply": "\n".join(str(one["content"]) for one in said), "reply_error": answer.error}
+                texts = [str(one.get("content") or "") for one in said]
+                replies = said if all(texts) else replies
+                self.found |= {"reply": "\n".join(texts), "reply_error": answer.error}
             except EnvironmentLost as lost:
                 if call is None or self._doing == "reset":
                     self._lost(lost)
@@ -100,10 +100,11 @@ class EnvironmentTrial:
                 self.found |= {"reply": str(lost), "reply_error": True}  # who knows what the model's arguments do
             finally:
                 await environment.close(reuse=False)
-        if texts is not None:
-            chat = ChatTurns(*texts, described.tools)
+        if self.config.model_path:  # else it is not at hand
+            codec, renderer = _texts(self.config.model_path, self.config.trust_remote_code)
+            chat = ChatTurns(codec, renderer, described.tools)
             if messages is not _ASKED:
-                self._measure(messages, chat, texts)
+                self._measure(messages, chat, codec, renderer)
             if self._keeps(chat, described.mode, replies):
                 self._prove(chat, messages, call, str(replies[-1]["content"]))
 
@@ -122,9 +123,10 @@ class EnvironmentTrial:
 
     # ── the chat template ─────────────────────────────────────────────────────────────────────────
 
-    def _measure(self, messages: Sequence[Mapping[str, Any]], chat: ChatTurns, texts: Texts) -> None:
+    def _measure(
+        self, messages: Sequence[Mapping[str, Any]], chat: ChatTurns, codec: TextCodec, renderer: ChatRenderer
+    ) -> None:
         """Count the prompt's tokens; an episode must have room for a turn behind it."""
-        codec, renderer = texts
         most, turn = self.section.max_episode_tokens, self.config.max_response_tokens
 
         def plain(said: Sequence[Mapping[str, Any]]) -> int:
@@ -206,35 +208,28 @@ def _invented(schema: Mapping[str, Any]) -> Any:
 # ── the process ───────────────────────────────────────────────────────────────────────────────────
 
 
+@cache
+def _texts(path: str, trust_remote_code: bool) -> tuple[TextCodec, ChatRenderer]:
+    """Return a model's tokenizer and its chat template. Raises ModelError where it has none."""
+    codec = load_codec(path, trust_remote_code=trust_remote_code)
+    if not codec.has_chat_template:
+        message = "its tokenizer has no chat template, which writes the turns of an environment"
+        raise ModelError(message, hint="use an instruct model, or add a chat_template.jinja")
+    return codec, renderer_of(codec)
+
+
 def main() -> int:
     die_with_parent()
     set_process_name("rlctl-check")
     request = json.loads(sys.stdin.read())
     config = request["config"] = RewardConfig.model_validate(request["config"])
     replies = sys.stdout
-    with redirect_stdout(sys.stderr), ExitStack() as stack:
-        texts, wrong = None, None
-        try:
-            texts = _texts(config, stack) if config.model_path else None
-        except RlctlError as error:
-            wrong = Finding(key="model.path", message=error.message, hint=error.hint).model_dump()
+    with redirect_stdout(sys.stderr):
         for section, asked in zip(config.environments, request["trials"], strict=True):
-            if asked is None:
-                continue
-            found = asyncio.run(EnvironmentTrial(asked["key"], section, asked["row"], request).run(texts))
-            found["problems"] += [wrong] if wrong else []
-            print(json.dumps(found), file=replies, flush=True)
-            wrong = None
+            if asked is not None:
+                found = asyncio.run(EnvironmentTrial(asked["key"], section, asked["row"], request).run())
+                print(json.dumps(found), file=replies, flush=True)
     return 0
-
-
-def _texts(config: RewardConfig, stack: ExitStack) -> Texts:
-    """Return the tokenizer and its chat template. Raises ModelError where there is none."""
-    codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
-    if not codec.has_chat_template:
-        message = "its tokenizer has no chat template, which writes the turns of an environment"
-        raise ModelError(message, hint="use an instruct model, or add a chat_template.jinja")
-    return codec, stack.enter_context(renderer_of(codec))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,158 @@
+"""Environments as `check-config` tries them: shown as the model will see them, bounded, leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpus import write_case
+from process_ends import ended
+
+from backends.hf.tokenizer import load_codec
+from rlctl.check.check_command import check
+from rlctl.check.environments import TriedEnvironment
+from rlctl.check.findings import Findings, examine
+from rlctl.check.tables import _environment_table
+from rlctl.models.paths import BUILTIN_FOLDER
+
+SETS = {
+    "model.path": "builtin:tiny-chat",
+    "data.train": "rows.jsonl",
+    "data.max_prompt_tokens": 32,
+    "reward.terms": [{"kind": "environment"}],
+    "environment": {"path": "shop.py:Shop", "max_episode_tokens": 200},
+}
+SHOP = '''
+class Shop:
+    def reset(self, budget: int, seed: int) -> str:
+        self.left = budget
+        return f" for {budget}"
+
+    async def buy(self, coins: int, item: str = "tea") -> str:
+        """Buy an item.
+
+        Args:
+            coins: Its price.
+        """
+        self.left -= coins
+        return f"{self.left} left"
+'''
+ROW = '{"prompt": "Shop", "budget": 7}\n'
+
+
+def case_of(code: str, folder: Path, **sets: Any) -> Path:
+    return write_case({"set": {**SETS, **sets}, "files": {"shop.py": code, "rows.jsonl": ROW}}, folder)
+
+
+def tried(found: Findings) -> TriedEnvironment:
+    (one,) = found.environments
+    return one
+
+
+def shown(one: TriedEnvironment, *, probed: bool) -> list[str]:
+    return [str(cell) for column in _environment_table(one, probed=probed).columns for cell in column.cells]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_scripted_call_goes_through_template_parser_tool_and_suffix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = case_of(SHOP, tmp_path)
+    assert check(spec, (), as_json=True) == 0
+    (found,) = json.loads(capsys.readouterr().out)["environments"]
+    one, codec = found["tried"], load_codec(str(BUILTIN_FOLDER / "tiny-chat"))
+    assert (found["max_turns"], one["mode"], one["row"]) == (8, "tools", f"{tmp_path}/rows.jsonl:1")
+    assert one["tools"] == [{"name": "buy", "arguments": "coins: integer, item?: string", "about": "Buy an item."}]
+    prompt = "<|im_start|>s\nbuy(coins, item)\n<|im_end|>\n<|im_start|>u\nShop for 7<|im_end|>\n<|im_start|>a\n"
+    turn = '<tool_call>\n{"name": "buy", "arguments": {"coins": 1}}\n</tool_call>'
+    suffix = "\n<|im_start|>t\n6 left<|im_end|>\n<|im_start|>a\n"
+    assert (one["turn"], one["reply"], one["reply_error"]) == (turn, "6 left", False)
+    tokens = codec.encode([prompt, turn + "<|im_end|>", suffix], rendered=True)
+    assert [one["turn_ids"], one["suffix_ids"]] == tokens[1:]
+    assert one["prompt_tokens"] == len(tokens[0])
+    assert one["reused_tokens"] == len(tokens[0]) + len(tokens[1])
+    tools, _ = prompt.split("<|im_start|>u")
+    assert one["tools_tokens"] == len(codec.encode([tools], rendered=True)[0])
+
+
+def test_the_tables_show_it_and_the_probe_says_what_can_be_reused() -> None:
+    tools = [{"name": "buy", "arguments": "coins: integer", "about": "Buy."}]
+    ids = {"turn_ids": [*range(9)], "suffix_ids": [*range(20, 23)]}
+    counts: dict[str, Any] = {"prompt_tokens": 40, "tools_tokens": 9, "reused_tokens": 49, **ids}
+    texts: dict[str, Any] = {"turn": "<call>", "reply": "KeyError: 1", "reply_error": True}
+    one = TriedEnvironment("environment", "shop.py:Shop", "tools", tools, "/a/rows.jsonl:3", **counts, **texts)
+    cells = shown(one, probed=True)
+    for text in (
+        *("shop.py:Shop: tools", "buy(coins: integer)  Buy.", "rows.jsonl:3", "40 tokens, 9 of them for the tools"),
+        *('"<call>"', '"KeyError: 1" (an error; the arguments are invented)'),
+        *("3 tokens: … 3 4 5 6 7 8 | 20 21 22 …", "49 of the 52 tokens of the next prompt"),
+    ):
+        assert text in cells
+    assert "reused" not in shown(one, probed=False)
+
+
+def test_it_runs_as_in_a_run_and_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    code = """
+import os, subprocess
+print("loud")
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+class Shop:
+    def reset(self):
+        assert os.environ["A"] == "b"
+    def step(self, text):
+        return f"{child.pid} {subprocess.Popen(['sleep', '600'], start_new_session=True).pid}"
+"""
+    spec = case_of(code, tmp_path, **{"reward.env": {"A": "b"}})
+    before = {file: file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("*")) if file.name != "tmp"}
+    found = examine(spec, ())
+    assert (found.problems, found.warnings, tried(found).turn) == ([], [], "?")
+    assert {file: file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("*")) if file.name != "tmp"} == before
+    assert capfd.readouterr() == ("", "")
+    assert all(ended(int(pid)) for pid in str(tried(found).reply).split())
+
+
+def test_code_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.check.environments.START_TIMEOUT_S", 3.0)
+    limits = {"environment": {**SETS["environment"], "call_timeout_s": 1.0}}  # type: ignore[dict-item]
+    (problem,) = examine(case_of(f"import time\n{SHOP}\ntime.sleep(600)\n", tmp_path), ()).problems
+    assert "not ready after 3 s" in problem.message
+    found = examine(
+        case_of(SHOP.replace("self.left -=", "import time; time.sleep(600)\n        _ ="), tmp_path, **limits), ()
+    )
+    assert found.problems == []
+    assert (tried(found).reply, tried(found).reply_error) == ("no answer within 1 s", True)
+    found = examine(case_of(SHOP.replace("self.left = budget", "import time; time.sleep(600)"), tmp_path, **limits), ())
+    assert [(one.key, one.hint) for one in found.warnings] == [
+        ("environment.path", "raise environment.call_timeout_s, or make it faster")
+    ]
+
+
+def test_code_that_ends_the_process_is_an_error_with_its_output(tmp_path: Path) -> None:
+    found = examine(
+        case_of("import os\nprint('last words', flush=True)\nos._exit(7)\nclass Shop: pass\n", tmp_path), ()
+    )
+    (problem,) = found.problems
+    assert "the process ended with status 7" in problem.message
+    assert "last words" in shown(tried(found), probed=False)
+
+
+def test_without_a_row_or_a_model_it_is_tried_as_far_as_that_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    one = tried(examine(case_of(SHOP, tmp_path, **{"data.train": "some/rows"}), ()))
+    assert (one.row, one.reply, bool(one.suffix_ids), one.prompt_tokens) == ("", None, True, None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    one = tried(examine(case_of(SHOP, tmp_path, **{"model.path": "some/model", "model.from_scratch": False}), ()))
+    assert (one.reply, one.suffix_ids) == ("6 left", [])
