@@ -66,7 +66,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "four packages": (56_400, 50_000, WINGS),
     "scripts": (3_060, 3_000, ("scripts",)),
     "tests with their cases": (41_800, 38_000, ("tests",)),
-    "docs": (3_560, 3_500, ("docs",)),
+    "docs": (3_800, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

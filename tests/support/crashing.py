@@ -60,16 +60,17 @@ def graded():
 
 def wrap(owner, name):
     inner = getattr(owner, name)
+    what = "generate" if owner.__name__ == "Completions" else name  # made once in each call of the verb
 
     def method(*args, **named):
-        CALLS[name] = CALLS.get(name, 0) + 1
+        CALLS[what] = CALLS.get(what, 0) + 1
         due = []
         for number, one in enumerate(CRASHES):
-            mine = one["role"] == ROLE and one["method"] == name and one.get("rank", 0) == RANK
-            if mine and CALLS[name] >= one["call"] and happened(number) < one.get("times", 1):
+            mine = one["role"] == ROLE and one["method"] == what and one.get("rank", 0) == RANK
+            if mine and CALLS[what] >= one["call"] and happened(number) < one.get("times", 1):
                 if "after" not in one or happened(one["after"]):
                     due.append((number, one.get("how", "kill"), one.get("victim", RANK), one.get("parts", 0)))
-        if name == "generate":
+        if what == "generate":
             self, prompts, sampling, emit = args
             with (HERE / "journal").open("a") as journal:
                 journal.write(json.dumps({"rank": RANK, "pid": os.getpid(), "ids": prompts["id_B"].tolist()}) + "\\n")
@@ -117,16 +118,17 @@ for module, name, methods in json.loads((HERE / "engines.json").read_text()).get
         wrap(getattr(import_module(module), name), method)
 """
 
-ROLLOUT_METHODS = ["build", "built", "generate", "import_weight", "finish_import", "score", "sleep", "wake"]
+ROLLOUT_METHODS = ["build", "built", "import_weight", "finish_import", "score", "sleep", "wake"]
+GENERATE = ["backends.completions", "Completions", ["__init__"]]
 FAKE = {
-    "rollout": [["backends.fake.fake_rollout", "FakeRolloutEngine", ROLLOUT_METHODS]],
+    "rollout": [["backends.fake.fake_rollout", "FakeRolloutEngine", ROLLOUT_METHODS], GENERATE],
     "actor": [["backends.fake.fake_train", "FakeTrainEngine", ["forward_backward"]]],
 }
 TORCH = {
-    "rollout": [["backends.torch_rollout.engine", "TorchRolloutEngine", ROLLOUT_METHODS]],
+    "rollout": [["backends.torch_rollout.engine", "TorchRolloutEngine", ROLLOUT_METHODS], GENERATE],
 }
 VLLM = {
-    "rollout": [["backends.vllm_rollout.engine", "VllmRolloutEngine", ROLLOUT_METHODS]],
+    "rollout": [["backends.vllm_rollout.engine", "VllmRolloutEngine", ROLLOUT_METHODS], GENERATE],
 }
 
 

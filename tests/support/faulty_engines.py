@@ -50,19 +50,18 @@ def lying(base):
     class Lying(base):
         """Reports log-probs of the second answer of a step that are `nats` too low after its first `after` tokens."""
 
-        def generate(self, prompts, sampling, emit):
+        def add(self, requests):
             self.calls = getattr(self, "calls", 0) + 1
-            second = np.sort(prompts["id_B"])[1]
+            self.second = sorted(request.id for request in requests)[1] if self.calls >= {LIES_FROM} else None
+            super().add(requests)
 
-            def spoil(batch):
-                logprob_T = batch["rollout_logprob_T"].copy()
-                for index in np.flatnonzero(batch["id_B"] == second) if self.calls >= {LIES_FROM} else ():
-                    start, stop = batch.offsets[index], batch.offsets[index + 1]
-                    answer = start + np.flatnonzero(batch["loss_mask_T"][start:stop])
-                    logprob_T[answer[self.config.engine.after :]] -= self.config.engine.nats
-                emit(type(batch)({{**batch.columns, "rollout_logprob_T": logprob_T}}))
+        def step(self):
+            return [self.spoil(one) if one.id == self.second else one for one in super().step()]
 
-            return super().generate(prompts, sampling, spoil)
+        def spoil(self, completion):
+            logprobs = completion.logprobs.copy()
+            logprobs[self.config.engine.after :] -= self.config.engine.nats
+            return type(completion)(completion.id, completion.tokens, logprobs, completion.finished)
 
     return Lying
 

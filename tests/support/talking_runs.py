@@ -65,6 +65,13 @@ class Other(Talk):
 
     def step(self, text):
         return "", 0.25, True, False, {}
+
+
+async def forgets(task, client):
+    """Ask up to three times, each time without what was said before; the row says how often, and the reward."""
+    for turn in range(1 + task["number"] % 3):
+        await client.chat([*task["messages"], {"role": "user", "content": str(turn)}])
+    return float(task["number"] % 3)
 '''
 # Most characters end a turn, so that a model with random weights has several.
 STOP = json.dumps(

@@ -26,21 +26,21 @@ from verifiers.v1.utils.loaders import load_taskset, taskset_class, taskset_conf
 def main(name: str, most: int) -> None:
     config = taskset_config_type(name)(id=name)
     for task in load_taskset(config).take(most):
-        if task.toolsets(task.config) or taskset_class(name).toolsets(config) or task.NEEDS_CONTAINER:
-            sys.exit(f"{name} has tool servers, or needs a container")
-        prompt = task.data.prompt
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [m.model_dump() for m in prompt]
-        system = task.data.system_prompt
-        first = [{"role": "system", "content": system}] if system else []
-        print(json.dumps({"prompt": first + asked, "taskset": name, "data": task.data.model_dump(mode="json")}))
+        prompt, tools = task.data.prompt, [*task.toolsets(task.config), *taskset_class(name).toolsets(config)]
+        if tools or task.NEEDS_CONTAINER or prompt is None:
+            sys.exit(f"{name} has tool servers, needs a container, or its user speaks first")
+        asked = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else [*prompt]
+        if task.data.system_prompt:
+            asked = [vf.SystemMessage(content=task.data.system_prompt), *asked]
+        row = {"prompt": [message.model_dump(exclude_none=True) for message in asked], "taskset": name}
+        print(json.dumps({**row, "data": task.data.model_dump(mode="json")}))
 
 
 async def run(task: Mapping[str, Any], client: Any) -> dict[str, Any]:
     kind = taskset_class(task["taskset"]).task_type()
     mine = kind(kind.data_type().model_validate(task["data"]), taskset_config_type(task["taskset"])().task)
     agent = vf.AgentInfo(config=vf.AgentConfig(runtime=vf.SubprocessConfig()))
-    of = vf.TraceTask(type=kind.__name__, data=mine.data, key=mine.key, hash=mine.hash)
-    trace = vf.Trace(task=of, agent=agent, state=state_cls(kind)())
+    trace = vf.Trace(task=vf.TraceTask(type=kind.__name__, data=mine.data), agent=agent, state=state_cls(kind)())
     runtime = make_runtime(agent.config.runtime, name=trace.id)
     await runtime.start()
     try:

@@ -42,6 +42,8 @@ def test_what_is_measured(whole: Path) -> None:
         assert 0 <= line["rollout/logprob_gap_max"] < 1e-5
     evaluated = [line for line in metrics(whole) if "eval/heldout/reward_mean" in line]
     assert [(line["step"], line["eval/heldout/turns_mean"]) for line in evaluated] == [(0, 3), (2, 3), (4, 3)]
+    for (step, sample), pieces in spoken(whole).items():
+        assert pieces[0] == spoken(whole)[step, sample ^ 1][0], "both of a prompt begin alike: they have one seed"
     samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
     assert {(sample["stop"], len(sample["pieces"])) for sample in samples} == {("completed", 6)}
 
@@ -113,6 +115,19 @@ def test_rows_name_their_environment(tmp_path: Path) -> None:
     assert 'where = "elsewhere" is no environment of the spec' in out
     assert "rows.jsonl" in out
     assert "talk or other" in out
+
+
+def test_a_rollout_of_several_samples_counts_once(tmp_path: Path) -> None:
+    """Rows of one, two and three samples, whose rewards are 0, 1 and 2; each of them is learned from."""
+    agent = 'environment={agent="talk.py:forgets", max_turns=4, max_episode_tokens=128, processes=6}'
+    options = settings(agent, "data.shuffle=false", "run.steps=1", "checkpoint.every=1", "rollout.max_staleness=1")
+    train(write(tmp_path), tmp_path / "run", *options)
+    (line,) = trained(tmp_path / "run")
+    assert line["episode/turns_mean"] == (1 + 2 + 3 + 1) / 4
+    assert line["reward/mean"] == line["reward/term_0"] == (0 + 1 + 2 + 0) / 4
+    assert line["episode/stop_completed"] == 1
+    assert line["eval/heldout/reward_mean"] == (2 + 0 + 1 + 2) / 4
+    assert line["rollout/tokens"] == pytest.approx(16 * line["rollout/length_mean"])
 
 
 # ── the torch engines ─────────────────────────────────────────────────────────────────────────────
