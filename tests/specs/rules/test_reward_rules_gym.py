@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from small_spec import only_problem, problems_of, raw_spec
 
 from specs.builtin_tasks import GymSource, gym_entry, gym_entry_as_json
+from specs.load.load import spec_from
 from specs.schema.sections import is_hub_data
+from specs.wire.role_config import DataConfig
 
 GYM = {"kind": "reasoning_gym"}
 
@@ -61,6 +64,9 @@ def test_the_reward_needs_rows_of_reasoning_gym() -> None:
     assert 'eval.data is "rows.jsonl"' in problem.message
     assert problems_of(raw_spec(data={"train": "reasoning-gym:sums"})) == [], "other terms may grade its rows"
     assert problems_of(spec("reasoning-gym:sums")) == []
+    config = DataConfig.of(spec_from(spec("reasoning-gym:sums")), "tokenizer", Path())
+    assert config.needs_columns == ("reasoning_gym",)
+    assert config.row_columns == ("answer", "reasoning_gym"), "it travels to the grading processes"
 
 
 def test_completions_of_a_model_that_learns_from_other_rows_may_be_graded() -> None:
