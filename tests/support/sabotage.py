@@ -121,13 +121,11 @@ def _dtype() -> Iterator[None]:
     def flat(real: Any, model: Any, dtype: Any, **kwargs: Any) -> Any:
         return real(model, torch.bfloat16, **kwargs)
 
-    def sharded(real: Any, policy: Any, mesh: Any, engine: Any, compute: Any) -> Any:
-        return real(policy, mesh, engine, torch.bfloat16)
-
     def moved(real: Any, model: Any, *args: Any) -> Any:
         return real(model, *args).bfloat16()
 
-    with _wrap(ddp, "FlatParameters", flat), _wrap(fsdp2, "shard_policy", sharded), _wrap(PreTrainedModel, "to", moved):
+    computes = patch.object(fsdp2, "DTYPES", dict.fromkeys(fsdp2.DTYPES, torch.bfloat16))
+    with _wrap(ddp, "FlatParameters", flat), computes, _wrap(PreTrainedModel, "to", moved):
         yield
 
 

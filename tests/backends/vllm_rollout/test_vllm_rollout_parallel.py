@@ -77,7 +77,8 @@ def test_the_end_of_one_worker_is_the_samplers(trainer: HfTrainEngine, engine: R
         for line in Path(f"/proc/{workers[0]}/maps").read_text().splitlines()
         if "cpushm" in line
     }
-    assert len(segments) == 2, "vLLM's all-reduce goes another way"
+    through_memory = "avx512f" in Path("/proc/cpuinfo").read_text()  # elsewhere vLLM's all-reduce is gloo's
+    assert len(segments) == (2 if through_memory else 0), "vLLM's all-reduce goes another way"
     assert all(segment.endswith("(deleted)") for segment in segments), segments
     sampling = Sampling(seed=1, max_response_tokens=85)
     prompts = make_prompts(groups=16, group_size=8)

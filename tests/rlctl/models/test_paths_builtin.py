@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[3]
 TEXTS = {
     "mini-digits": ["3142>"],
     "tiny-digits": ["3142>", "1+2=3-4", "0"],
+    "tiny-chat": ["What is 2 + 3?\n<tool_call>\n{}\n</tool_call>"],
     "tiny-bytes": ["héllo\n\tworld  'x'", "漢字 🙂", "a\x00b", "Natalia sold 48/2 = <<48/2=24>>24 clips\n#### 72"],
 }
-SIZES = {"mini-digits": 76_224, "tiny-digits": 299_904, "tiny-bytes": 1_010_112}
 
 
 def test_they_are_what_the_script_writes(tmp_path: Path) -> None:
@@ -26,6 +26,7 @@ def test_they_are_what_the_script_writes(tmp_path: Path) -> None:
         ("tiny-digits", "digits", False, {}),
         ("mini-digits", "digits", False, mini),
         ("tiny-bytes", "bytes", True, {}),
+        ("tiny-chat", "chat", False, {}),
     ):
         script["write_folder"](tmp_path / name, kind, {**script["SIZES"][kind], **other}, tied)
         for file in (BUILTIN_FOLDER / name).iterdir():
