@@ -108,5 +108,5 @@ class ChatRenderer:
 
 
 def renderer_of(codec: TextCodec) -> ChatRenderer:
-    """Return the renderer of a tokenizer's own template. Raises ModelError where none of several is the default."""
+    """Return the renderer of a tokenizer's own template. Raises ModelError where it has none to use."""
     return ChatRenderer(codec.chat_template, codec.tokenizer.special_tokens_map, library=True)

@@ -192,7 +192,9 @@ class ModelCheck:
         of_rows, sampling = isinstance(spec, RowsSpec), sampling_of(spec)
         if of_rows:
             yield spec.longest_tokens(self._role), "lower it", "data.max_tokens"
-        if sampling is not None and (self._role == spec.lead or not of_rows):
+        if sampling is not None and sampling.environments:
+            yield spec.longest_tokens(ROLLOUT), "lower it", "environment.max_episode_tokens"
+        elif sampling is not None and (self._role == spec.lead or not of_rows):
             prompts, completions = (f"{sampling.lengths}.max_{part}_tokens" for part in ("prompt", "response"))
             yield spec.longest_tokens(ROLLOUT), f"lower {prompts} or {completions}", f"{prompts} + {completions}"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.paths import resolve_model
+from rlctl.preflight.reward_files import scorer_code
 from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
 from specs.schema.roles import DATA, HEADS_OF_FILES, REWARD, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
@@ -51,14 +52,8 @@ def _reward(spec: SamplingSpec, paths: Mapping[RoleName, str], spec_dir: Path, r
         environments=spec.environments,
         environment_column=getattr(spec.data_section, "environment_column", ""),
         seed=spec.run.seed,
-        sources=read_sources(own_code(spec), str(spec_dir)),
+        sources=read_sources(scorer_code(spec).values(), str(spec_dir)),
     )
-
-
-def own_code(spec: SamplingSpec) -> list[dict[str, Any]]:
-    """Return tables whose `path` names code of the user's that the reward role runs."""
-    environments = [{"path": file} for environment in spec.environments for file in environment.files]
-    return [*(term.model_dump() for term in spec.reward_terms), *environments]
 
 
 def _rollout(spec: SamplingSpec, path: str) -> RolloutConfig:

@@ -128,9 +128,11 @@ def _longest(spec: Spec, role: RoleName, section: ModelRole) -> Iterator[Problem
     if section.row_tokens >= longest:
         return
     degree, scores = section.sequence_parallel, isinstance(section, RewardModelSection)
-    named = f"data.max_prompt_tokens + data.max_response_tokens = {longest} tokens"
-    named = named if isinstance(spec, RlSpec) else f"data.max_tokens = {longest}"
-    named = f"{REWARD_MODEL}.max_sequence_tokens = {longest}" if scores else named
+    keys = f"{REWARD_MODEL}.max_sequence_tokens" if scores else "data.max_tokens"
+    if isinstance(spec, RlSpec) and not scores:
+        single_turn = "data.max_prompt_tokens + data.max_response_tokens"
+        keys = "environment.max_episode_tokens" if spec.environments else single_turn
+    named = f"{keys} = {longest} tokens"
     times = f"times {role}.sequence_parallel = {degree} it is {section.row_tokens}, " if degree > 1 else ""
     hint = f"use at least {-(-longest // degree)}" + (", or lower max_sequence_tokens" if scores else "")
     yield Problem(f"{role}.micro_batch_tokens", f"{times}less than the longest sequence ({named})", hint)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from specs.schema.table import FunctionPath, NonEmpty, Table
+from specs.schema.table import NonEmpty, OptionalFunctionPath, Table
 
 StopReason = Literal[
     "completed",  # the model called no tool, or its environment said that the task is done
@@ -32,12 +32,12 @@ class EnvironmentSection(Table):
 
     name: NonEmpty = "environment"
     """Name by which rows choose one of several, in the column `data.environment_column`."""
-    path: FunctionPath | Literal[""] = ""
+    path: OptionalFunctionPath = ""
     """`file.py:Class`, relative to the spec file. A class with `reset` whose other public methods are tools, or one
     with `step(text)`, which replies to each turn."""
     tools: tuple[NonEmpty, ...] = ()
     """Tools that need no class: functions (`file.py:name`) and MCP servers (`mcp:command`)."""
-    agent: FunctionPath | Literal[""] = ""
+    agent: OptionalFunctionPath = ""
     """`file.py:name` of `async def run(task, client)`, a loop of your own against the sampler."""
     max_turns: int = Field(8, gt=0)
     """Turns of the model in an episode."""

@@ -71,6 +71,7 @@ NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[str, AfterValidator(usable_path)]
 NonEmptyPath = Annotated[NonEmpty, AfterValidator(usable_path)]
 FunctionPath = Annotated[PathText, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+OptionalFunctionPath = Annotated[PathText, StringConstraints(pattern=r"^(.+\.py:[A-Za-z_]\w*)?$")]
 
 
 class Table(BaseModel):

@@ -25,7 +25,7 @@ from workers.data.prompts import (
     prompt_of,
     read_table,
 )
-from workers.data.row_source import DataRow, read_rows
+from workers.data.row_source import DataRow, first_of, read_rows
 
 TRAIN = "data.train"
 _ROWS = 256  # that are tokenised at once
@@ -77,14 +77,14 @@ def _tokenised(
 ) -> Iterator[Finding]:
     table, seen = PromptTable(source), 0
     for _ in range(_TIMES):
-        chunk = list(islice(rows, _ROWS))
+        chunk = first_of(rows, _ROWS)
         long, bad, longest = table.dropped_overlong, table.dropped_bad, table.longest_prompt_tokens
         table = read_table(source, chunk, reader, codec, chats)
         table.dropped_overlong, table.dropped_bad = table.dropped_overlong + long, table.dropped_bad + bad
         table.longest_prompt_tokens, seen = max(longest, table.longest_prompt_tokens), seen + len(chunk)
         if len(table) or len(chunk) < _ROWS:
             break
-    yield from _lengths(key, table, seen, reader, whole=len(chunk) < _ROWS)
+    yield from _lengths(key, table, seen, reader, whole=next(rows, None) is None)
     if len(table):
         yield from _lost_characters(key, table, codec)
     if len(table) and chats is not None:

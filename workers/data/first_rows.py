@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from specs.errors import DataError, ModelError
@@ -24,7 +23,7 @@ from workers.data.examples import (
     summary,
 )
 from workers.data.row_prompts import refuse_no_prompt, row_prompts
-from workers.data.row_source import DataRow, read_rows
+from workers.data.row_source import DataRow, first_of, read_rows
 
 _ROWS = 256
 _EVAL = "eval.data"
@@ -48,7 +47,7 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
         path = show(reader.source.path)
         try:
             rows = _rows(config, reader)
-            table = build_examples(islice(rows, _ROWS), reader)
+            table = build_examples(first_of(rows, _ROWS), reader)
             chat = chat or (key != _EVAL and table.rendered)
             if next(rows, None) is not None:  # others may be better
                 continue
@@ -77,7 +76,7 @@ def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], c
             reader = ExampleReader(source, held_out.config, held_out.codec, held_out.chats)
         try:
             rows = _rows(config, reader)
-            table = row_prompts(islice(rows, _ROWS), reader, config, chat=chat)
+            table = row_prompts(first_of(rows, _ROWS), reader, config, chat=chat)
             if next(rows, None) is None:
                 refuse_no_prompt(table, one.key)
         except DataError as error:
@@ -89,7 +88,7 @@ def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], c
 def first_rows(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> FirstRows:
     """Return what the first rows teach, of the first source that lies here and has one to learn from."""
     for reader in _readers(config, codec, chats).values():
-        table = build_examples(islice(_rows(config, reader), _ROWS), reader)
+        table = build_examples(first_of(_rows(config, reader), _ROWS), reader)
         if len(table):
             dropped = {"too long": table.dropped_overlong, "bad": table.dropped_bad, "truncated": table.truncated}
             line = "; ".join([summary([table]), *(f"{count} {why}" for why, count in dropped.items() if count)])

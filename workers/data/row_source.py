@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 PARQUET_BATCH_ROWS = 1024
+FIRST_S = 10.0  # for the first rows, before a run: some of reasoning-gym take seconds each
 _GZIP = b"\x1f\x8b"
 _PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
 
@@ -69,6 +71,16 @@ def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> I
     else:
         rows = _hub(source, split)
     return islice(rows, max_rows)
+
+
+def first_of(rows: Iterator[DataRow], most: int) -> list[DataRow]:
+    """Return the first rows, as many as come within `FIRST_S`."""
+    found, until = [], time.monotonic() + FIRST_S
+    for row in islice(rows, most):
+        found.append(row)
+        if time.monotonic() > until:
+            break
+    return found
 
 
 def _existing(source: str, base: Path) -> Path:

@@ -87,7 +87,7 @@ class EnvironmentPool:
         """`sources`: the code of the setup's files (`read_sources`); None: as it is now. `env`: variables of the
         processes besides those of this one."""
         files = [name for name in (setup.path, *setup.tools, setup.agent) if name and not name.startswith("mcp:")]
-        sources = read_sources([{"path": name} for name in files], setup.base) if sources is None else dict(sources)
+        sources = read_sources(files, setup.base) if sources is None else dict(sources)
         self._hello = encode({"setup": asdict(setup), "sources": sources, "memory_MiB": memory_MiB})
         self.call_timeout_s, self.start_timeout_s, self.log_path = call_timeout_s, start_timeout_s, log_path
         self._python, self._env = python, {**env, _MARK: secrets.token_hex(8)}

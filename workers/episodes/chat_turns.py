@@ -100,6 +100,13 @@ class ChatTurns:
         """Return whether everything before these replies stays as it was."""
         return all(self._style(reply["role"]).keeps_history for reply in replies)
 
+    def check_history(self, replies: Sequence[Message]) -> None:
+        """Raise ModelError where one of these replies changes what stands before it."""
+        if rewriter := next((reply for reply in replies if not self.keeps([reply])), None):
+            message = f"the chat template rewrites what stands before a reply of role {rewriter['role']}"
+            hint = 'write history = "branch", which begins another sample of the rollout there, or repair the template'
+            raise ModelError(message, hint=hint)
+
     def prompt(self, messages: Sequence[Message], *, of_row: int | None = None) -> list[int]:
         """Return the tokens of a conversation up to where the model writes. `of_row`: so many messages are the data's;
         control tokens in replies behind these become plain text."""

@@ -95,7 +95,7 @@ class Episode:
 
     async def _play(self, environment: Environment) -> StopReason:
         messages, answer = self.trajectory.messages, self._step if self.described.mode == "text" else self._use_tools
-        messages += _begun(self.task.messages, await self._call(environment.reset(self.task.values, self.task.seed)))
+        messages += begun(self.task.messages, await self._call(environment.reset(self.task.values, self.task.seed)))
         row = self.task.messages
         self._of_row = len(row) - (messages[: len(row)] != [*row])  # what `reset` adds to a message is not the data's
         number = self._branch(messages)
@@ -159,7 +159,9 @@ class Episode:
     def _append(self, number: int, before: Sequence[Message], turn: AssistantTurn, replies: Sequence[Message]) -> int:
         """Let the replies follow what was sampled. Where the template rewrites earlier turns, begin another sample.
         Return the number of the sample that the next turn belongs to."""
-        if self.section.history == "branch" and not self._chat.keeps(replies):
+        if self.section.history == "append":
+            self._chat.check_history(replies)
+        elif not self._chat.keeps(replies):
             return self._branch([*before, turn.message, *replies])
         sample, suffix = self.trajectory.samples[number], self._chat.suffix(before, turn, replies)
         self._check_limits(len(sample.tokens) + len(suffix))
@@ -260,20 +262,29 @@ def _requested(request: Mapping[str, Any]) -> tuple[list[Message], int]:
     return [dict(one) for one in each], most or 0
 
 
+def usual_replies(mode: str, section: EnvironmentSection, chat: ChatTurns) -> list[Message]:
+    """Return a reply of each kind that an environment's turns get; what an agent says is not known before."""
+    if mode == "agent":
+        return []
+    if mode == "text":
+        return [{"role": "user"}]
+    return [{"role": "tool"}] + ([chat.error_reply("")] if section.on_parse_error != "end" else [])
+
+
 def _goes_on(said: Sequence[Message], messages: Sequence[Message]) -> bool:
     """Return whether messages are a conversation and replies to its last turn."""
     more = messages[len(said) :]
     return bool(more) and messages[: len(said)] == said and all(one["role"] != "assistant" for one in more)
 
 
-def _begun(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[Message]:
+def begun(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[Message]:
     """Return the conversation with what `reset` gave: text belongs to the user's last message."""
-    begun, content = [dict(one) for one in messages], observation.content
+    told, content = [dict(one) for one in messages], observation.content
     if not content:
-        return begun
+        return told
     if isinstance(content, list):
-        return [*begun, *content]
-    if begun and begun[-1]["role"] == "user" and isinstance(begun[-1]["content"], str):
-        begun[-1]["content"] += content
-        return begun
-    return [*begun, {"role": "user", "content": content}]
+        return [*told, *content]
+    if told and told[-1]["role"] == "user" and isinstance(told[-1]["content"], str):
+        told[-1]["content"] += content
+        return told
+    return [*told, {"role": "user", "content": content}]

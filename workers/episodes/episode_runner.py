@@ -24,7 +24,7 @@ from specs.wire.role_config import RewardConfig
 from workers.chat_renderer import renderer_of
 from workers.environments.environment_pool import Described, EnvironmentPool, EnvironmentSetup
 from workers.episodes.chat_turns import ChatTurns
-from workers.episodes.episode import Episode
+from workers.episodes.episode import Episode, usual_replies
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of
 from workers.serve import Emit, Reply, Request
 
@@ -66,8 +66,10 @@ class EpisodeRunner:
 
     async def _start(self) -> None:
         for name, pool in self._pools.items():
-            self._described[name] = await pool.start()
-            self.chat(self._described[name].tools)
+            described = self._described[name] = await pool.start()
+            chat, section = self.chat(described.tools), self._sections[name]
+            if section.history == "append":
+                chat.check_history(usual_replies(described.mode, section, chat))
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
         """Return the chat template with these tools."""

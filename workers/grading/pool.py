@@ -71,7 +71,8 @@ class GraderPool:
         self._labels = tuple(labels) or tuple(f"reward.terms[{number}]: " for number in range(len(terms)))
         self._python, self._env = python, env
         self.timeout_s, self.start_timeout_s, self.log_path = timeout_s, start_timeout_s, log_path
-        sources = read_sources(terms, setting.base) if sources is None else dict(sources)
+        functions = [term["path"] for term in terms if "path" in term]
+        sources = read_sources(functions, setting.base) if sources is None else dict(sources)
         self._hello = encode({"terms": [dict(term) for term in terms], "setting": asdict(setting), "sources": sources})
         self._changed = threading.Condition()  # guards what follows
         self._closed = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -50,10 +50,10 @@ def _modules(folder: Path, name: str) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def read_sources(terms: Sequence[Mapping[str, Any]], base: str) -> dict[str, str]:
-    """Return by path the source of all that the terms' files import from their folders; bytes as characters, for
-    JSON."""
-    files = [Path(base, Path(term["path"].rpartition(":")[0]).expanduser()) for term in terms if "path" in term]
+def read_sources(functions: Iterable[str], base: str) -> dict[str, str]:
+    """Return by path the source of all that the files of functions, `file.py:name`, import from their folders; bytes
+    as characters, for JSON."""
+    files = [Path(base, Path(function.rpartition(":")[0]).expanduser()) for function in functions]
     paths = {path for file in files for path in reward_sources(file.resolve()) if path.is_file()}
     return {str(path): path.read_bytes().decode("latin-1") for path in sorted(paths)}
 

@@ -25,7 +25,7 @@ from specs.wire.role_config import RewardConfig
 from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool, EnvironmentSetup
 from workers.episodes.chat_turns import ChatTurns
-from workers.episodes.episode import _begun
+from workers.episodes.episode import begun, usual_replies
 from workers.episodes.tool_calls import ToolCall
 from workers.grading.reward_failures import is_of_code
 from workers.watchdog import die_with_parent, set_process_name
@@ -86,7 +86,7 @@ class EnvironmentTrial:
         if self.row is not None and described.mode != "agent":
             environment = await pool.open()
             try:
-                messages = _begun(self.row["messages"], await environment.reset(self.row["values"], self.config.seed))
+                messages = begun(self.row["messages"], await environment.reset(self.row["values"], self.config.seed))
                 self._doing = f"step({show(_STEP)})"
                 answer = await (environment.call(call.name, call.arguments) if call else environment.step(_STEP))
                 said = answer.text if isinstance(answer.text, list) else [{**replies[0], "content": answer.text}]
@@ -142,14 +142,13 @@ class EnvironmentTrial:
     def _keeps(self, chat: ChatTurns, mode: str, replies: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether replies leave what stands before them as it was; what does not is an error, unless the
         conversation branches there."""
-        told = [chat.error_reply("")] if mode == "tools" and self.section.on_parse_error != "end" else []
-        rewrites = next((one for one in [*replies, *told] if not chat.keeps([one])), None)
-        if rewrites and self.section.history == "append":
-            why = ", to a call that cannot be read" if rewrites in told else ""
-            message = f"the chat template rewrites what stands before a reply of role {rewrites['role']}{why}"
-            hint = 'write history = "branch", which begins another sample of the rollout there, or repair the template'
-            self._problem(f"{self.key}.history", message, hint)
-        return rewrites is None
+        try:
+            chat.check_history([*replies, *usual_replies(mode, self.section, chat)])
+        except ModelError as error:
+            if self.section.history == "append":
+                self._problem(f"{self.key}.history", error.message, error.hint)
+            return False
+        return True
 
     def _prove(self, chat: ChatTurns, messages: Sequence[Mapping[str, Any]], call: ToolCall | None, reply: str) -> None:
         proof = chat.prove(messages, call, reply, _STEP)
@@ -210,11 +209,8 @@ def _invented(schema: Mapping[str, Any]) -> Any:
 
 @cache
 def _texts(path: str, trust_remote_code: bool) -> tuple[TextCodec, ChatRenderer]:
-    """Return a model's tokenizer and its chat template. Raises ModelError where it has none."""
+    """Return a model's tokenizer and its chat template."""
     codec = load_codec(path, trust_remote_code=trust_remote_code)
-    if not codec.has_chat_template:
-        message = "its tokenizer has no chat template, which writes the turns of an environment"
-        raise ModelError(message, hint="use an instruct model, or add a chat_template.jinja")
     return codec, renderer_of(codec)
 
 

@@ -562,7 +562,10 @@ def test_rewritten_turns_begin_another_sample(stage: Stage) -> None:
     row = {"steps": [["on", 0.25], ["off", 0.5, True, False]], "final": 1.0}
     turns = [f"<think>\nhm\n</think>yes{END}", f"<think>\nso\n</think>no{END}"]
     with forgetful(stage) as other:
+        refused = other.play("text", turns, row)
         found = other.play("text", turns, row, history="branch")
+    assert (refused.stop, len(refused.samples)) == ("environment_lost", 1)
+    assert "rewrites what stands before a reply of role user" in refused.why
     first, second = found.samples
     assert stage.text(first.tokens) == BEGIN + turns[0]
     assert stage.text(second.tokens) == f"{BEGIN}yes{END}{user('on')}{turns[1]}"
