@@ -341,6 +341,12 @@ class RolloutEngine(ABC):
     def abort(self, ids: Collection[int] | None = None) -> None:
         """Drop these open requests, by default all. Ids that are not open are left alone: their answer was faster."""
 
+    def suspend(self) -> Sequence[Completion]:
+        """Break off the open requests, so that weights may change; return what has been written of each. To go on, add
+        each again with those tokens behind its own, and its position as much further on: all of it is then computed
+        with the new weights. Engines that cannot do it raise NotImplementedError (`RolloutTable.suspends`)."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell what it has written before the end")
+
     def forget(self, ids: Collection[int]) -> None:
         """Free what was kept of these ids for a later turn (`SampleRequest.keep`): none follows."""
 

@@ -73,6 +73,9 @@ class FakeRolloutEngine(SyncedSampler):
     def _drop(self, ids: Collection[int]) -> None:
         self._queue = deque(request for request in self._queue if request.id not in ids)
 
+    def _written(self) -> Sequence[Completion]:
+        return ()  # a completion is written in one step
+
     def score(self, batch: Batch, temperature: float) -> Floats:
         self._check_usable("score", (WEIGHTS,))
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)

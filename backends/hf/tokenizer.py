@@ -37,7 +37,7 @@ class TextCodec:
     def chat_template(self) -> str:
         """The text of its chat template. Raises ModelError where there is none, or none of several is the default."""
         if not self.has_chat_template:
-            message = f"the tokenizer of {self.model_path} has no chat template, which writes the turns of a conversation"
+            message = f"the tokenizer of {self.model_path} has no chat template, which writes the turns"
             raise ModelError(message, hint="use an instruct model, or add a chat_template.jinja")
         try:
             return str(self.tokenizer.get_chat_template())

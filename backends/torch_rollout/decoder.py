@@ -130,6 +130,15 @@ class Decoder:
         rows = self.row_B[: self.active].tolist()
         self._close([slot for slot, row in enumerate(rows) if self.rows.requests[row].id in ids])
 
+    def written(self) -> list[Completion]:
+        """Return what has been written of the requests that have a slot."""
+        found = []
+        for row in self.row_B[: self.active].tolist():
+            count, request = self.rows.written_N[row], self.rows.requests[row]
+            tokens, logprobs = self.rows.token_N[row, :count].copy(), self.rows.logprob_N[row, :count].copy()
+            found.append(Completion(request.id, tokens, logprobs, False))
+        return found
+
     # ── coming ────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:

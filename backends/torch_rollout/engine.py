@@ -174,6 +174,10 @@ class TorchRolloutEngine(SyncedSampler):
         else:
             self._decoder = None
 
+    def _written(self) -> Sequence[Completion]:
+        assert self._decoder is not None, "requests were added"
+        return self._decoder.written()
+
     def forget(self, ids: Collection[int]) -> None:
         self._kept.forget(ids)
 

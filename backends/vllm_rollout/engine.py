@@ -169,6 +169,20 @@ class VllmRolloutEngine(SyncedSampler):
         names = [self._names.pop(id_) for id_ in ids if id_ in self._names]
         self.llm.llm_engine.abort_request(names, internal=True)
 
+    def suspend(self) -> Sequence[Completion]:
+        found = super().suspend()
+        self._drain()
+        return found
+
+    def _written(self) -> Iterator[Completion]:
+        from vllm.v1.engine import FinishReason
+
+        states = self.llm.llm_engine.output_processor.request_states
+        for name in self._names.values():
+            output = states[name].make_request_output([], None, FinishReason.ABORT, None)
+            if output.outputs[0].token_ids:
+                yield completion_of(output, ends=("abort",))
+
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
         """Through vLLM's log-probs of prompts, with the logits divided by `temperature` where they leave the model.
         Needs cache blocks: a sleeping cache gets memory for as long as it takes."""
@@ -323,10 +337,10 @@ def sampling_params(sampling: Sampling, seed: int, stops: Collection[int]) -> Sa
     )
 
 
-def completion_of(output: RequestOutput) -> Completion:
-    """Return what vLLM wrote for a request."""
+def completion_of(output: RequestOutput, *, ends: Collection[str] = ("stop", "length")) -> Completion:
+    """Return what vLLM wrote for a request. Raises ModelError where that ended otherwise."""
     written = output.outputs[0]
-    if written.finish_reason not in ("stop", "length"):
+    if written.finish_reason not in ends:
         raise ModelError(f"vLLM ended a request by itself: {written.finish_reason}")
     tokens = list(written.token_ids)
     logprobs = logprobs_of(written.logprobs, tokens)

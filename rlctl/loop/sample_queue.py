@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.loop.dynamic_sampling import missing_groups, with_signal
 from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Greedy, PromptBatch, Sampler, Scored, Thrown
@@ -50,15 +51,23 @@ if TYPE_CHECKING:
 # What of `Scored` is no column.
 GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
 
+_IN_FLIGHT = "`rollout.in_flight` is set"
 _AHEAD = "`rollout.max_staleness` is not 0, or samples were too old"
-METRICS: tuple[Metric, ...] = metrics(
-    _AHEAD,
-    {
-        "rollout/staleness_mean [steps]": "How much older than the learning weights those were that sampled.",
-        "rollout/staleness_max [steps]": "Of the oldest sample.",
-        "rollout/dropped_stale": "Samples thrown away because they were too old.",
-        "rollout/overlap_s [s]": "Of the update, in which samples of later steps were drawn.",
-    },
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="rollout/versions_mean",
+        meaning="Versions of the weights that drew a sample: above 1 where they changed while it was drawn.",
+        when=_IN_FLIGHT,
+    ),
+    *metrics(
+        _AHEAD,
+        {
+            "rollout/staleness_mean [steps]": "How much older than the learning weights those were that sampled.",
+            "rollout/staleness_max [steps]": "Of the oldest sample.",
+            "rollout/dropped_stale": "Samples thrown away because they were too old.",
+            "rollout/overlap_s [s]": "Of the update, in which samples of later steps were drawn.",
+        },
+    ),
 )
 
 
@@ -98,6 +107,10 @@ class SampleQueue:
         return self.spec.rollout.max_staleness
 
     @property
+    def in_flight(self) -> bool:
+        return self.spec.rollout.in_flight
+
+    @property
     def cursor(self) -> int:
         """The data cursor after the last batch that was trained on."""
         return self.line[0].start if self.line else self.position
@@ -108,9 +121,10 @@ class SampleQueue:
 
     def needs_weights(self, done: int) -> bool:
         """Return whether new weights go out after step `done`: nothing is in line beyond the next step's batch, and
-        there is more to draw. After the last step too: what the run ends with is verified."""
+        there is more to draw. After the last step too: what the run ends with is verified. Always, where they reach
+        what is being drawn."""
         newest, steps = self.newest(done), self.spec.run.steps
-        return newest <= done + 1 and (newest < steps or done == steps)
+        return self.in_flight or (newest <= done + 1 and (newest < steps or done == steps))
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -129,8 +143,9 @@ class SampleQueue:
         self.line.popleft()
 
     def wait_until_sampled(self) -> None:
-        """Wait until nothing is being sampled, and nothing will be before weights are sent."""
-        for planned in self.line:
+        """Wait until nothing is being sampled, and nothing will be before weights are sent, unless they reach what
+        is."""
+        for planned in () if self.in_flight else self.line:
             if planned.generation is not None and planned.drawn is None:
                 if self.spec.algorithm.dynamic_sampling:
                     self._finish(planned)
@@ -171,7 +186,8 @@ class SampleQueue:
             self.line.append(Planned(batch_step, self.position, ends[index], generation))
             self.position = ends[index]
         if self.max_staleness and not self.spec.algorithm.dynamic_sampling:  # refills would move the cursor
-            self._request_prompts(min(self.max_staleness, self.spec.run.steps - last), step)
+            next_batches = 1 if self.in_flight else self.max_staleness
+            self._request_prompts(min(next_batches, self.spec.run.steps - last), step)
 
     def _request_prompts(self, batches: int, step: int) -> None:
         """Prompts to send out next, drawn while others are sampled, so that nobody waits for them."""
@@ -231,7 +247,9 @@ class SampleQueue:
         if not (self.max_staleness or dropped):
             return {}
         staleness_B = self.spec.weights_version(step - 1) - batch["version_B"]
+        versions = {"rollout/versions_mean": float(_versions_B(batch).mean())} if self.in_flight else {}
         return {
+            **versions,
             "rollout/staleness_mean": float(staleness_B.mean()),
             "rollout/staleness_max": int(staleness_B.max()),
             "rollout/dropped_stale": dropped,
@@ -275,6 +293,11 @@ class SampleQueue:
                 self.line.append(planned)
         self.dropped = sum(left_out.values())
         return left_out
+
+
+def _versions_B(batch: Batch) -> NDArray[np.int64]:
+    """Return how many versions of the weights drew each sample; they only ever become newer."""
+    return np.array([len(np.unique(each[each >= 0])) for each in batch.sequences("version_T")])
 
 
 def _write(folder: Path, planned: Planned, drawn: Drawn) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class Generation:
         self._parts: list[SampledPart] = []
         self._scores: dict[str, list[TermScores]] = defaultdict(list)  # by grader, of the first `_scored` parts
         self._scored = 0
-        self._call: Call | None = None
+        self._calls: list[Call] = []  # one per replica
 
     def start(self) -> None:
         """Send the prompts out."""
@@ -181,14 +181,19 @@ class Generation:
 
     def _send(self, prompts: Batch) -> None:
         rollout = self._sampler.rollout
-        self._call = rollout.post(
-            Verb.GENERATE,
-            bodies.Generate(sampling=self._sampling),
-            tensors=[prompts.select(shard).columns for shard in group_shards(prompts["group_B"], rollout.size)],
-            step=self.step,
-            on_part=lambda message: self._grade(message.batch),
-            alone=self._sampler.spec.rollout.in_order,
-        )
+        shards = group_shards(prompts["group_B"], rollout.size)
+        self._calls = [
+            rollout.post(
+                Verb.GENERATE,
+                bodies.Generate(sampling=self._sampling),
+                tensors=prompts.select(shard).columns,
+                step=self.step,
+                ranks=[replica],
+                on_part=lambda message: self._grade(message.batch),
+                alone=self._sampler.spec.rollout.in_order,
+            )
+            for replica, shard in zip(rollout.here, shards, strict=True)
+        ]
 
     def _grade(self, batch: Batch, episodes: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
         """Have completions that have just come in graded. `episodes`: what they are part of, by sample."""
@@ -213,10 +218,13 @@ class Generation:
     def wait(self) -> None:
         """Wait until every completion is here, though perhaps not graded. What a lost replica had not finished goes out
         again, to all."""
-        assert self._call is not None, "it was not started"
-        try:
-            self._call.result()
-        except RanksFailed:
+        lost = False
+        for call in self._calls:
+            try:
+                call.result()
+            except RanksFailed:
+                lost = True
+        if lost:
             left = self._unanswered()
             if len(left):
                 self._sampler.sync.restore(self.step)

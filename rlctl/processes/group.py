@@ -7,7 +7,7 @@ posted, as far as their ranks are free: none overtakes another on the same rank.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
@@ -44,6 +44,7 @@ class Group:
 
     def __init__(self, role: str, size: int, channel: Channel) -> None:
         self.role, self.processes = role, size  # as many as the spec names
+        self.concurrent: Collection[Verb] = CONCURRENT_VERBS  # a rank serves any number of them at once
         self._line: deque[Call] = deque()
         self._flying: dict[int, Call] = {}  # by number
         self._alone: set[int] = set()  # ranks that serve a verb that is not concurrent
@@ -102,7 +103,7 @@ class Group:
         ranks = self.here if ranks is None else ranks
         frames = frames_by_rank(verb, self._number, len(ranks), body, tensors)
         timeout_s = timeout_s or self._channel.verb_timeout_s
-        alone = alone or verb not in CONCURRENT_VERBS
+        alone = alone or verb not in self.concurrent
         call = Call(verb, self._number, frames, step, timeout_s, ranks, self._channel.tick, on_part, on_done, alone)
         self._line.append(call)
         self._send_next()
@@ -113,8 +114,11 @@ class Group:
         self._channel.tick()
 
     def settle(self, ranks: Callable[[], Sequence[int]] | None = None) -> None:
-        """Wait until no verb is in flight or in line, or none for any of these `ranks`."""
-        while any(ranks is None or not set(ranks()).isdisjoint(call.ranks) for call in (*self.in_flight, *self._line)):
+        """Wait until no verb is in flight or in line but concurrent ones, or none at all for any of these `ranks`."""
+        while any(
+            call.verb not in CONCURRENT_VERBS if ranks is None else not set(ranks()).isdisjoint(call.ranks)
+            for call in (*self.in_flight, *self._line)
+        ):
             self._channel.tick()
 
     def receive(self, rank: int, message: Message) -> None:

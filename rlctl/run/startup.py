@@ -31,7 +31,7 @@ from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, bu
 from specs.schema.spec import Spec
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import DataOpened
-from specs.wire.messages import Message, Verb
+from specs.wire.messages import CONCURRENT_VERBS, SYNC_VERBS, Message, Verb
 
 Bodies = Mapping[RoleName, dict[str, Any]]  # the request of each role's `build`
 Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
@@ -94,6 +94,8 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     if sampling is not None and transport is not None:
         prepare(transport, run.path)
         progress.message(f"weight transport: {transport}")
+        if sampling.rollout.in_flight:
+            groups[ROLLOUT].concurrent = CONCURRENT_VERBS | SYNC_VERBS
         weights, spent = _weights(sampling, groups, residency, transport, reports), TimeSpent()
         sync = SteadySync(residency, weights, recovery(ROLLOUT), spent)
         grading = SteadyGrading(recovery(REWARD), spent)

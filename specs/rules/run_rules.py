@@ -15,6 +15,7 @@ def run_problems(spec: Spec) -> Iterator[Problem]:
     yield from _deadlines(spec)
     if isinstance(spec, RlSpec):
         yield from _run_ahead(spec)
+        yield from _in_flight(spec)
     kinds = [tracker.kind for tracker in spec.tracking]
     for number, kind in enumerate(kinds):
         if kind in kinds[:number]:
@@ -49,3 +50,18 @@ def _run_ahead(spec: RlSpec) -> Iterator[Problem]:
                 gpus = ", ".join(map(str, shared))
                 message = f"samples while the actor learns, and rollout shares GPU {gpus} with {role}"
                 yield Problem(key, message, f"give rollout.devices GPUs of its own, or set {key} = 0")
+
+
+def _in_flight(spec: RlSpec) -> Iterator[Problem]:
+    """Weights that reach open completions need some that are open, and an engine that goes on with them."""
+    key, rollout = "rollout.in_flight", spec.rollout
+    if not rollout.in_flight:
+        return
+    if not rollout.max_staleness:
+        yield no_effect(key, "rollout.max_staleness = 0: nothing is sampled while weights change")
+    elif not rollout.engine.suspends:
+        message = f"the engine {rollout.engine.kind} does not go on with other weights"
+        yield Problem(key, message, 'use rollout.engine.kind = "torch" or "vllm"', "true")
+    if rollout.repeatable:
+        message = "which weights draw which token follows from the clock"
+        yield Problem("rollout.repeatable", message, f"leave it out, or set {key} = false", "true")

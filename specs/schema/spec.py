@@ -134,9 +134,15 @@ class RolloutSection(Restartable):
     batch after batch, and turns of episodes in waves. Otherwise what is ready is sampled at once, in whatever slot is
     free. Unset: on the CPU, where numbers repeat."""
 
+    in_flight: bool = False
+    """Whether new weights reach completions that are being drawn, after each step, instead of waiting for them: their
+    next tokens are drawn with the new weights, which compute what is there anew, and each token keeps the log-prob and
+    the version of the weights that drew it. Needs `max_staleness`; which token is drawn with which weights follows from
+    the clock, so such a run does not repeat."""
+
     @property
     def in_order(self) -> bool:
-        return not self.devices if self.repeatable is None else self.repeatable
+        return not (self.devices or self.in_flight) if self.repeatable is None else self.repeatable
 
     @property
     def hosts(self) -> range:

@@ -68,6 +68,8 @@ UNCOUNTED_VERBS = frozenset({Verb.BUILD, Verb.OPEN_DATA, Verb.SAVE, Verb.LOAD})
 
 # A rank serves any number of them at once. Every other verb has its rank to itself.
 CONCURRENT_VERBS = frozenset({Verb.GENERATE, Verb.SCORE, Verb.RENDER, Verb.JUDGE, Verb.EPISODES, Verb.TURNS})
+# Of a sync: they reach a rollout beside completions that it draws, with `rollout.in_flight`.
+SYNC_VERBS = frozenset({Verb.IMPORT_FORM, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET, Verb.IMPORT_END, Verb.PROBE})
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,15 @@ SAMPLE_COLUMNS = (
 COLUMNS: Mapping[Verb, Columns] = {
     Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
     Verb.ROWS: Columns(gives=ROW_COLUMNS),
-    Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),  # and `greedy_B`, `limit_B`
+    Verb.GENERATE: Columns(
+        needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B", "version_T")
+    ),  # and `greedy_B`, `limit_B`
     Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("scored_B",)),
     Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("tokens_T", "id_B")),
     Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("scored_B",)),
     # Parts bring prompts without `prefix_B` and with `limit_B`, or samples (`workers/episodes/trajectory.py`).
     Verb.EPISODES: Columns(needs=("tokens_T", *IDENTITY_COLUMNS)),
-    Verb.TURNS: Columns(needs=("tokens_T", "loss_mask_T", "rollout_logprob_T", "id_B", "finished_B", "version_B")),
+    Verb.TURNS: Columns(needs=("tokens_T", "loss_mask_T", "rollout_logprob_T", "version_T", "id_B", "finished_B")),
     Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
     Verb.VALUES: Columns(needs=("tokens_T", "loss_mask_T"), gives=("value_T",)),
     Verb.SCORES: Columns(needs=("tokens_T",), gives=("score_B",)),

@@ -143,7 +143,13 @@ class RemoteVllm(RolloutEngine):
         )
 
     def step(self) -> list[Completion]:
-        body, columns = self.process.call("step")
+        return self._completions("step")
+
+    def suspend(self) -> list[Completion]:
+        return self._completions("suspend")
+
+    def _completions(self, verb: str) -> list[Completion]:
+        body, columns = self.process.call(verb)
         bounds = np.cumsum([0, *body["lengths"]])
         return [
             Completion(id_, columns["tokens_T"][a:b], columns["logprob_T"][a:b], ended)

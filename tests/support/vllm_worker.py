@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, BinaryIO
 
@@ -22,7 +22,7 @@ from off_the_host import nothing_over_the_host
 from backends.hf.model_shape import model_shape
 from backends.protocol import Rank, WeightSpec
 from backends.registry import rollout_engine
-from backends.sample_requests import SampleRequest
+from backends.sample_requests import Completion, SampleRequest
 from specs.wire import wire_tensors
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
@@ -104,7 +104,12 @@ class Server:
         return {}
 
     def step(self, body: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
-        found = self.engine.step()
+        return self._completions(self.engine.step())
+
+    def suspend(self, body: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
+        return self._completions(self.engine.suspend())
+
+    def _completions(self, found: Sequence[Completion]) -> tuple[dict[str, Any], Arrays]:
         lengths, finished = [len(one.tokens) for one in found], [one.finished for one in found]
         columns = {
             "tokens_T": np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in found)]),

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,15 @@ class EpisodeRunner:
     def turns(self, call: Request[bodies.Nothing]) -> None:
         """Hand on what the sampler wrote."""
         batch = call.batch
-        columns = (batch.sequences(name) for name in ("tokens_T", "rollout_logprob_T", "loss_mask_T"))
-        ends = zip(*(batch[name].tolist() for name in ("id_B", "finished_B", "version_B")), strict=True)
+        written_T = batch["loss_mask_T"] != 0
+        ends = np.cumsum(batch.sum_by_sequence("loss_mask_T")).astype(int).tolist()
+        tokens, logprobs, versions = [
+            batch[name][written_T].tolist() for name in ("tokens_T", "rollout_logprob_T", "version_T")
+        ]
+        stretches = [slice(start, end) for start, end in pairwise([0, *ends])]
         turns = {
-            id_: SampledTurn(tokens_T[mask_T != 0].tolist(), logprob_T[mask_T != 0].tolist(), bool(finished), version)
-            for (id_, finished, version), tokens_T, logprob_T, mask_T in zip(ends, *columns, strict=True)
+            id_: SampledTurn(tokens[at], logprobs[at], versions[at], bool(finished))
+            for id_, finished, at in zip(batch["id_B"].tolist(), batch["finished_B"], stretches, strict=True)
         }
         self._loop.call_soon_threadsafe(self._hand_on, turns)
 

@@ -40,8 +40,8 @@ class SampledTurn:
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    versions: Sequence[int]  # of the weights that drew each token
     finished: bool
-    version: int  # of the weights
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Sample:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)  # at which token
+    versions: list[int] = field(default_factory=list)  # of the weights that drew each token; -1: none did
     drawn: int = 0
-    version: int = -1
 
     def __post_init__(self) -> None:
         self._pad()
@@ -69,12 +69,18 @@ class Sample:
         self.mask += [int(learn)] * len(turn.tokens)
         self.logprobs += turn.logprobs
         self.drawn += len(turn.tokens)
-        self.version = turn.version if self.version < 0 else min(self.version, turn.version)
+        self.versions += turn.versions
+
+    @property
+    def version(self) -> int:
+        """The oldest weights that drew any of it; -1: none did."""
+        return min((version for version in self.versions if version >= 0), default=-1)
 
     def _pad(self) -> None:
         more = len(self.tokens) - len(self.mask)
         self.mask += [0] * more
         self.logprobs += [0.0] * more
+        self.versions += [-1] * more
 
 
 @dataclass
@@ -125,6 +131,7 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
         "tokens_T": flat("tokens", np.int64),
         "loss_mask_T": flat("mask", np.uint8),
         "rollout_logprob_T": flat("logprobs", np.float32),
+        "version_T": flat("versions", np.int64),
         "turn_reward_T": np.concatenate([_rewards_T(sample) for _, _, sample in rows]),
         "length_B": each([len(sample.tokens) for _, _, sample in rows]),
         "id_B": each([id_ for _, id_, _ in rows]),

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from backends import activity
 from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine
@@ -20,6 +18,7 @@ from specs.wire.heartbeat import amount
 from specs.wire.messages import Verb
 from specs.wire.role_config import RolloutConfig
 from workers.roles.engine_rank import EngineRank
+from workers.roles.open_requests import OpenRequests
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, Working, typed
 from workers.transports.ends import Importer, spec_of
 from workers.transports.host_readers import host_of_this_process
@@ -43,12 +42,18 @@ class Rollout(EngineRank[RolloutEngine]):
         super().__init__(rank)
         self._importer: Importer | None = None
         self._calls: list[Sampled] = []  # whose completions are being drawn
+        self._requests: OpenRequests | None = None
         self.version = 0  # version of the weights, counted by the driver; every sample carries it
 
     @property
     def importer(self) -> Importer:
         assert self._importer is not None, "import_begin comes first"
         return self._importer
+
+    @property
+    def requests(self) -> OpenRequests:
+        assert self._requests is not None, "build comes first"
+        return self._requests
 
     def held_GiB(self) -> float:
         told = self.engine.gpu_memory_GiB()
@@ -60,13 +65,15 @@ class Rollout(EngineRank[RolloutEngine]):
 
     def build(self, call: Request[RolloutConfig], emit: Emit) -> Reply:
         config = call.body
-        return self.hold("rollout", config, rollout_engine(config.engine.kind))
+        reply = self.hold("rollout", config, rollout_engine(config.engine.kind))
+        self._requests = OpenRequests(self.engine)
+        return reply
 
     def generate(self, call: Request[bodies.Generate], emit: Emit) -> Future[Reply]:
         """Finished groups are sent as parts; the final reply carries only counters."""
 
         def send(batch: Batch) -> None:
-            emit({}, batch.with_columns(version_B=np.full(len(batch), self.version)).columns)
+            emit({}, self.requests.versions_of(batch).columns)
 
         limit = call.body.sampling.max_response_tokens
         what = f"generate of {amount(len(call.batch), 'prompt')}, longest {limit:,} tokens"
@@ -74,7 +81,7 @@ class Rollout(EngineRank[RolloutEngine]):
         self.engine.forget(call.body.forget)
         completions = Completions(call.batch, call.body.sampling, send, keep=call.body.keep)
         requests = completions.requests()
-        self.engine.add(requests)
+        self.requests.add(requests)
         sampled = Sampled(completions, {request.id for request in requests}, Counter(self.engine.counters()))
         self._calls.append(sampled)
         if not sampled.ids:
@@ -83,13 +90,13 @@ class Rollout(EngineRank[RolloutEngine]):
 
     @property
     def pending(self) -> bool:
-        """Whether completions are being drawn."""
-        return bool(self._calls)
+        """Whether completions are being drawn. Not while weights change, until the new ones are proven."""
+        return bool(self._calls) and not self.requests.suspended
 
     def advance(self) -> None:
         """Draw a token or more of every open completion; reply to the calls that have all of theirs."""
         try:
-            found = self.engine.step()
+            found = self.requests.step(self.version)
         except Exception as error:  # none is open any more
             calls, self._calls = self._calls, []
             for call in calls:
@@ -112,7 +119,9 @@ class Rollout(EngineRank[RolloutEngine]):
         call.reply.set_result(({**counts, "used_GiB": self.used_GiB}, {}))
 
     def probe(self, call: Request[bodies.Probe], emit: Emit) -> Reply:
-        return {}, {"logprob_T": self.engine.score(call.batch, call.body.temperature)}
+        logprob_T = self.engine.score(call.batch, call.body.temperature)
+        self.requests.resume()
+        return {}, {"logprob_T": logprob_T}
 
     def import_form(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         holds = "" if self._importer is None else self._importer.reader.holds
@@ -121,6 +130,7 @@ class Rollout(EngineRank[RolloutEngine]):
 
     def import_begin(self, call: Request[bodies.ImportBegin], emit: Emit) -> Reply:
         body = call.body
+        self.requests.suspend(self.version)
         if self._importer is None:
             self._importer = Importer(self.engine, self.rank.rank, body.transport, body.options)
         specs = None if body.specs is None else [spec_of(weight) for weight in body.specs]

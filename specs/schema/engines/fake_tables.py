@@ -63,6 +63,7 @@ class FakeRolloutTable(FakeTable, RolloutTable):
 
     engine_class: ClassVar[str | None] = "backends.fake.fake_rollout:FakeRolloutEngine"
     parallel_on_cpu: ClassVar[bool | None] = False
+    suspends: ClassVar[bool] = True
 
     def memory(self, replica: Replica) -> Iterable[Part]:
         return ()

@@ -26,6 +26,7 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
 
     engine_class: ClassVar[str | None] = "backends.torch_rollout.engine:TorchRolloutEngine"
     parallel_on_cpu: ClassVar[bool | None] = False
+    suspends: ClassVar[bool] = True
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(processes, 1, axes={})

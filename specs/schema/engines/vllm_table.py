@@ -68,6 +68,7 @@ class VllmTable(RolloutTable):
     attention: ClassVar[Attends | None] = "engine"
     model_of: ClassVar[ModelOf | None] = "transformers"
     parallel_on_cpu: ClassVar[bool | None] = True
+    suspends: ClassVar[bool] = True
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(processes, 1, axes={"tensor": self.tensor_parallel} if self.tensor_parallel > 1 else {})

@@ -48,6 +48,7 @@ class Posted:
         """Send what was drawn for some of them."""
         drawn = self.batch.select(np.flatnonzero(np.isin(self.batch["id_B"], ids)))
         columns = {"loss_mask_T": np.tile([0, 1], len(drawn)), "rollout_logprob_T": np.zeros(2 * len(drawn))}
+        columns["version_T"] = np.tile([-1, 0], len(drawn))
         ends = {"finished_B": np.ones(len(drawn)), "version_B": np.zeros(len(drawn))}
         self.on_part(Message(Kind.PART, tensors={**drawn.columns, **columns, **ends}))
 

@@ -131,3 +131,30 @@ def test_the_real_engines_overlap_and_resume_to_the_bit(tmp_path: Path) -> None:
     train(spec, halves, *options, "--resume")
     assert trajectory(halves) == trajectory(run)
     assert evals(halves) == evals(run)
+
+
+def test_weights_reach_what_is_being_drawn(tmp_path: Path) -> None:
+    """Few slots and long answers, so that each sync meets open requests; a sampler that is lost comes back to them."""
+    spec, run = preset("quickstart", tmp_path), tmp_path / "run"
+    small = settings("data.prompts_per_step=8", "algorithm.group_size=4", "data.max_response_tokens=48")
+    slow = settings("rollout.engine.max_sequences=3", "rollout.processes=2", "run.steps=100000")
+    driver = start(
+        "train", spec, "--run-dir", run, *small, *slow, *settings("rollout.in_flight=true", "rollout.max_staleness=2")
+    )
+    try:
+        wait_for(lambda: steps_done(run) >= 4 or driver.poll() is not None, 150, "the fourth step")
+        workers_of(run)["rollout"][0].kill()
+        killed_in = steps_done(run)
+        wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 150, "steps after the restart")
+        assert driver.poll() is None, driver.stdout.read()
+    finally:
+        driver.kill()
+        driver.communicate()
+    wait_for(lambda: not workers_of(run), 150, "the end of every worker")
+    lines = trained(run)
+    assert all(line["sync/verified"] is True for line in lines), "after every step"
+    assert lines[-1]["rollout/restarts"] == 1
+    assert max(line["rollout/versions_mean"] for line in lines) > 1
+    assert {line["rollout/staleness_max"] for line in lines} <= {0, 1, 2}
+    assert lines[0]["rollout/logprob_gap"] < 1e-5
+    assert own_prompts(run)

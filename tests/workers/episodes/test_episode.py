@@ -179,7 +179,7 @@ class Script:
         tokens = self.codec.encode([self.turns.pop(0)], rendered=True)[0][:limit]
         await asyncio.sleep(self.wait_s * (1 + len(self.asked) % 2))
         logprobs = [-0.125 * (place + 1) for place in range(len(tokens))]
-        return SampledTurn(tokens, logprobs, tokens[-1] == self.codec.tokenizer.eos_token_id, 3)
+        return SampledTurn(tokens, logprobs, [3] * len(tokens), tokens[-1] == self.codec.tokenizer.eos_token_id)
 
 
 @dataclass
