@@ -32,7 +32,6 @@ class OpenRequests:
         self._engine = engine
         self._open: dict[int, SampleRequest] = {}
         self._written: defaultdict[int, list[Stretch]] = defaultdict(list)  # with earlier weights
-        self._prefixes = 0
         self._drawn_by: dict[int, NDArray[np.int64]] = {}  # by completion: versions of the weights of each token
         self.suspended = False
 
@@ -51,8 +50,8 @@ class OpenRequests:
         try:
             found = self._engine.step()
         except BaseException:
-            self._open.clear()
-            self._written.clear()
+            for kept in (self._open, self._written, self._drawn_by):
+                kept.clear()
             raise
         return [self._whole(Stretch(completion, version)) for completion in found]
 
