@@ -164,6 +164,7 @@ class Generation:
         self.sent_at = 0.0
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
         self._parts: list[SampledPart] = []
+        self._answered = 0  # prompts: a rollout may leave several samples
         self._scores: dict[str, list[TermScores]] = defaultdict(list)  # by grader, of the first `_scored` parts
         self._scored = 0
         self._calls: list[Call] = []  # one per replica
@@ -210,10 +211,11 @@ class Generation:
         grading = sampler.graders.grade(request, columns, self.step)
         rendering = post(Verb.RENDER, bodies.Render(what=self._what, rows=rows)) if sampler.score_model else None
         self._parts.append(SampledPart(batch, grading, judging, rendering))
-        arrived, of_all = self._answered(), len(self.prompts.batch)
-        if arrived == of_all:
+        self._answered += len(np.unique(batch["rollout_B"]))
+        of_all = len(self.prompts.batch)
+        if self._answered == of_all:
             self.written_at = time.perf_counter()
-        self._on_arrival(arrived, of_all)
+        self._on_arrival(self._answered, of_all)
 
     def wait(self) -> None:
         """Wait until every completion is here, though perhaps not graded. What a lost replica had not finished goes out
@@ -231,10 +233,6 @@ class Generation:
                 self._send(left)
                 self.wait()
         assert not len(self._unanswered()), "prompts went out, and no completion came back"
-
-    def _answered(self) -> int:
-        """Return how many prompts are completed: a rollout may leave several samples."""
-        return sum(len(np.unique(part.batch["rollout_B"])) for part in self._parts)
 
     def _unanswered(self) -> Batch:
         prompts = self.prompts.batch
