@@ -113,9 +113,10 @@ class Link:
     def send(self, message: Message) -> None:
         """Send at once. Raise the error of the encoding (a body that is not JSON)."""
         self._outbox.append(message.frames())
-        if self._waiting:
+        if self._waiting:  # what waits sends it: it looks at the outbox after it has ceased to wait
             with suppress(BlockingIOError):  # full of wakes already
                 self._wakes.send(b"!")
+            return
         while self._outbox and not self._closing.is_set():  # until it is sent, by whoever has the lock
             if self._lock.acquire(timeout=_LOCK_S):
                 try:
@@ -173,7 +174,7 @@ class Link:
         self._waiting = False
         if ready.pop(self._awake.fileno(), None):
             self._awake.recv(_SMALL_BYTES)
-            self._flush()
+        self._flush()
         now = time.monotonic()
         # A stopped or starved process receives nothing: that time does not count as silence of the driver.
         self._heard += max(0.0, now - self._polled - 4 * self._beat_s)

@@ -35,7 +35,8 @@ DERIVED = ("roles", "evaluations", "samples_per_step", "max_sequence_tokens")
 AT_RUN_TIME = {
     *(f"run.{key}_timeout_s" for key in ("start", "verb", "stall", "heartbeat")),
     *("run.max_memory_growth_GiB", "reward.max_restarts", "reward.min_processes", "rollout.top_p", "rollout.top_k"),
-    *("rollout.repeatable", "eval.every", "checkpoint.every", "checkpoint.keep", "sync.bucket_MiB"),
+    *("rollout.repeatable", "rollout.in_flight", "eval.every", "checkpoint.every", "checkpoint.keep"),
+    "sync.bucket_MiB",
     *(f"algorithm.correction.{key}" for key in ("level", "mode", "low", "high")),
     *(f"algorithm.kl_{key}" for key in ("target", "horizon")),
     *(f"algorithm.{key}" for key in ("dynamic_sampling", "max_refills", "mask_truncated")),
@@ -103,6 +104,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "ref": {"algorithm.kl_coef": 0.1, "ref": {}},
     "critic": {"algorithm.kind": "ppo", "critic": {}},
     "actor.sequence_parallel": {"actor.processes": 2, "actor.launcher": "torchrun"},
+    "rollout.in_flight": {"rollout.max_staleness": 1},
     "rollout.first_node": {"rollout.processes": 2, **NODES},
     "actor.nodes": {"actor": {"processes": 2, "launcher": "srun"}},
     "actor.launcher": {"actor.processes": 2},
