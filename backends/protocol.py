@@ -342,9 +342,10 @@ class RolloutEngine(ABC):
         """Drop these open requests, by default all. Ids that are not open are left alone: their answer was faster."""
 
     def suspend(self) -> Sequence[Completion]:
-        """Break off the open requests, so that weights may change; return what has been written of each. To go on, add
-        each again with those tokens behind its own, and its position as much further on: all of it is then computed
-        with the new weights. Engines that cannot do it raise NotImplementedError (`RolloutTable.suspends`)."""
+        """Break off the open requests, so that weights may change; return what has been written of those that
+        have a token. To go on, add each again with its tokens behind its own, and its position as much further on: all
+        of it is then computed with the new weights. Engines that cannot do it raise NotImplementedError
+        (`RolloutTable.suspends`)."""
         raise NotImplementedError(f"{type(self).__name__} does not tell what it has written before the end")
 
     def forget(self, ids: Collection[int]) -> None:

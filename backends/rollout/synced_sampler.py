@@ -108,14 +108,12 @@ class SyncedSampler(RolloutEngine):
             self._drop(dropped)
 
     def suspend(self) -> Sequence[Completion]:
-        written = {completion.id: completion for completion in self._written()} if self._open else {}
-        none = np.zeros(0, np.int64), np.zeros(0, np.float32), False
-        found = [written.get(id_) or Completion(id_, *none) for id_ in self._open]
+        found = [*self._written()] if self._open else []
         self.abort()
         return found
 
     def _written(self) -> Iterable[Completion]:
-        """Return what has been written of the open requests; those without a token may be left out."""
+        """Return what has been written of the open requests that have a token."""
         raise NotImplementedError(f"{type(self).__name__} does not tell what it has written before the end")
 
     def counters(self) -> Mapping[str, int]:

@@ -59,8 +59,7 @@ class OpenRequests:
         """Break off what this version draws, if anything is open."""
         if self._open and not self.suspended:
             for completion in self._engine.suspend():
-                if len(completion.tokens):
-                    self._written[completion.id].append(Stretch(completion, version))
+                self._written[completion.id].append(Stretch(completion, version))
             self.suspended = True
 
     def resume(self) -> None:
@@ -88,10 +87,10 @@ class OpenRequests:
         return Completion(found.id, tokens, np.concatenate([one.logprobs for one, _ in each]), found.finished)
 
     def _continued(self) -> Iterable[SampleRequest]:
-        """Yield the open requests behind what is written of them. Only those without a token still share a prompt, and
-        only with those whose prompt is the same."""
+        """Yield the open requests behind what is written of them, in the order in which they came. Those that still
+        have equal tokens share their computation."""
         numbers: dict[bytes, int] = {}
-        for id_, request in sorted(self._open.items(), key=lambda each: each[0] in self._written):
+        for id_, request in self._open.items():
             written = [stretch.completion.tokens for stretch in self._written.get(id_, ())]
             count = sum(map(len, written))
             tokens = np.concatenate([request.tokens, *written])

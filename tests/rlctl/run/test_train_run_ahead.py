@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,16 @@ def own_prompts(run: Path) -> bool:
 
 def evals(run: Path) -> list[float]:
     return [line["eval/heldout/reward_mean"] for line in metrics(run) if "eval/heldout/reward_mean" in line]
+
+
+def lose_a_sampler(driver: subprocess.Popen[str], run: Path, *, after: int) -> None:
+    """Kill a replica after so many steps; wait until five more are done."""
+    wait_for(lambda: steps_done(run) >= after or driver.poll() is not None, 150, f"step {after}")
+    workers_of(run)["rollout"][0].kill()
+    killed_in = steps_done(run)
+    wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 150, "steps after the restart")
+    assert driver.stdout is not None
+    assert driver.poll() is None, driver.stdout.read()
 
 
 def test_six_steps_are_three_and_three_and_too_old_is_dropped(tmp_path: Path) -> None:
@@ -91,11 +102,7 @@ def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
     one = settings("rollout.max_staleness=1", "run.steps=100000", "checkpoint.every=9999")
     driver = start("train", spec, "--run-dir", run, *one)
     try:
-        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 150, "the third step")
-        workers_of(run)["rollout"][0].kill()
-        killed_in = steps_done(run)
-        wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 150, "steps after the restart")
-        assert driver.poll() is None, driver.stdout.read()
+        lose_a_sampler(driver, run, after=3)
         workers_of(run)["actor"][0].kill()
         output = driver.communicate(timeout=200)[0]
     finally:
@@ -142,11 +149,7 @@ def test_weights_reach_what_is_being_drawn(tmp_path: Path) -> None:
         "train", spec, "--run-dir", run, *small, *slow, *settings("rollout.in_flight=true", "rollout.max_staleness=2")
     )
     try:
-        wait_for(lambda: steps_done(run) >= 4 or driver.poll() is not None, 150, "the fourth step")
-        workers_of(run)["rollout"][0].kill()
-        killed_in = steps_done(run)
-        wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 150, "steps after the restart")
-        assert driver.poll() is None, driver.stdout.read()
+        lose_a_sampler(driver, run, after=4)
     finally:
         driver.kill()
         driver.communicate()
