@@ -22,7 +22,7 @@ from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig
-from workers.chat_renderer import ChatRenderer
+from workers.chat.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
 from workers.data.first_rows import FirstRows, first_rows, row_findings
 from workers.data.gym_rows import make_with

@@ -8,7 +8,7 @@ from typing import Any
 
 from specs.schema.rows import LearnFrom
 from specs.text import show
-from workers.chat_renderer import ChatRenderer, ChatTemplateError
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"

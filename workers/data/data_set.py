@@ -22,7 +22,7 @@ from specs.schema.rows import RowSet
 from specs.wire.batch import Column
 from specs.wire.messages import ROW_COLUMNS
 from specs.wire.role_config import DataConfig, RowsConfig
-from workers.chat_renderer import renderer_of
+from workers.chat.chat_renderer import renderer_of
 from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label, summary
 from workers.data.prompts import PromptTable, build_table
 from workers.data.row_prompts import refuse_no_prompt, row_prompts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specs.errors import DataError
 from specs.schema.rows import LearnFrom, RowSet
 from specs.wire.role_config import RowsConfig
-from workers.chat_renderer import ChatRenderer
+from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import (
     ASSISTANT,
     BadRow,

@@ -15,7 +15,7 @@ from specs.schema.sections import is_hub_data
 from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig
-from workers.chat_renderer import ChatRenderer
+from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import BadRow
 from workers.data.prompts import (
     PromptCodec,

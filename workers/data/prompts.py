@@ -14,7 +14,7 @@ from specs.errors import DataError
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
-from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.data.conversations import BadRow
 from workers.data.row_source import DataRow, DroppedRows
 

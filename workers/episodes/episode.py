@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from specs.errors import ModelError
 from specs.schema.environment import EnvironmentSection, StopReason
-from workers.chat_renderer import ChatTemplateError
+from workers.chat.chat_renderer import ChatTemplateError
+from workers.chat.chat_turns import AssistantTurn, ChatTurns
 from workers.environments.environment_pool import (
     Described,
     Environment,
@@ -20,7 +21,6 @@ from workers.environments.environment_pool import (
     EnvironmentReply,
     Observation,
 )
-from workers.episodes.chat_turns import AssistantTurn, ChatTurns
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory
 
 T = TypeVar("T")

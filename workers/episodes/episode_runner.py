@@ -22,9 +22,9 @@ from specs.text import show
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.role_config import RewardConfig
-from workers.chat_renderer import renderer_of
+from workers.chat.chat_renderer import renderer_of
+from workers.chat.chat_turns import ChatTurns
 from workers.environments.environment_pool import Described, EnvironmentPool, EnvironmentSetup
-from workers.episodes.chat_turns import ChatTurns
 from workers.episodes.episode import Episode, usual_replies
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of
 from workers.serve import Emit, Reply, Request

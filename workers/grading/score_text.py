@@ -12,7 +12,7 @@ from backends.hf.tokenizer import TextCodec, load_codec, pad_token_of
 from specs.errors import ModelError
 from specs.schema.metric import Metric, metrics
 from specs.wire.role_config import ScoreText
-from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.grading.pool import Grade
 from workers.grading.terms import GradeRequest
 from workers.joined_text import joined, without_padding

@@ -25,7 +25,7 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest, Token
 from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, RolloutConfig, TextConfig, TrainConfig
-from workers.chat_renderer import renderer_of
+from workers.chat.chat_renderer import renderer_of
 from workers.data.first_prompts import first_findings
 from workers.data.prompts import uses_chat
 from workers.offline.one_update import one_update

@@ -22,11 +22,11 @@ from specs.schema.environment import EnvironmentSection
 from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import RewardConfig
-from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
+from workers.chat.chat_turns import ChatTurns
+from workers.chat.tool_calls import ToolCall
 from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool, EnvironmentSetup
-from workers.episodes.chat_turns import ChatTurns
 from workers.episodes.episode import begun, usual_replies
-from workers.episodes.tool_calls import ToolCall
 from workers.grading.reward_failures import is_of_code
 from workers.watchdog import die_with_parent, set_process_name
 

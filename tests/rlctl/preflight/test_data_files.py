@@ -67,7 +67,7 @@ def test_a_prompt_that_fits_may_come_late(tmp_path: Path) -> None:
 def test_a_template_that_never_ends_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str
 ) -> None:
-    monkeypatch.setattr("workers.chat_renderer.RENDER_S", 2.0 if words == "longer" else 60.0)
+    monkeypatch.setattr("workers.chat.chat_renderer.RENDER_S", 2.0 if words == "longer" else 60.0)
     chat_model(tmp_path, template + ("{% endfor %}" if "for m" in template else ""))
     rows(tmp_path, "12>")
     ((error,), _) = found(tmp_path, "model.path=./model", "data.max_prompt_tokens=60")

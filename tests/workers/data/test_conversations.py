@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specs.schema.rows import LearnFrom
-from workers.chat_renderer import ChatRenderer
+from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import BadRow, LearnedText, checked_messages, chosen_messages, learned_text, mask_of
 
 CHATML = (

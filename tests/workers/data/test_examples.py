@@ -18,7 +18,7 @@ from specs.errors import DataError
 from specs.schema.objectives import Unit
 from specs.schema.rows import RowsEval, RowsSection
 from specs.wire.role_config import DataConfig, RowsConfig
-from workers.chat_renderer import ChatRenderer
+from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import BadRow
 from workers.data.data_set import RunRows, open_rows
 from workers.data.examples import ExampleReader, build_examples, pieces

@@ -18,7 +18,7 @@ from specs.schema.eval_sets import GenerateSection
 from specs.schema.objectives import Unit
 from specs.schema.rows import RowsEval, RowsSection
 from specs.wire.role_config import DataConfig, RowsConfig
-from workers.chat_renderer import ChatRenderer
+from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import BadRow
 from workers.data.data_set import EVAL_IDS, RunRows, open_rows
 from workers.data.examples import ExampleReader, RowPrompt

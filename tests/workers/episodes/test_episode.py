@@ -19,9 +19,9 @@ from environment_pools import LIMIT_S, make_pool, written
 from backends.hf.tokenizer import TextCodec, load_codec
 from rlctl.models.paths import BUILTIN_FOLDER
 from specs.schema.environment import BY_ITSELF, STOP_REASONS, UNSCORED, EnvironmentSection
-from workers.chat_renderer import ChatRenderer, renderer_of
+from workers.chat.chat_renderer import ChatRenderer, renderer_of
+from workers.chat.chat_turns import ChatTurns
 from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
-from workers.episodes.chat_turns import ChatTurns
 from workers.episodes.episode import Episode
 from workers.episodes.trajectory import BRANCH_BITS, Sample, SampledTurn, Task, Trajectory, columns_of
 

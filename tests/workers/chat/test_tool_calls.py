@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.episodes.tool_calls import FORMATS, CallFormat, ToolCall, format_of
+from workers.chat.tool_calls import FORMATS, CallFormat, ToolCall, format_of
 
 ELEMENTS, HERMES, MISTRAL, LLAMA = FORMATS
 SCHEMAS = {

@@ -9,7 +9,7 @@ import pytest
 
 from specs.errors import ModelError
 from workers import chat_renderer
-from workers.chat_renderer import ChatRenderer, ChatTemplateError
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
 
 ASKED = [{"role": "user", "content": "Q"}]
 TEMPLATE = (

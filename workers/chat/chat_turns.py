@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
 from specs.text import show
-from workers.chat_renderer import ChatRenderer, ChatTemplateError
-from workers.episodes.tool_calls import ParsedCalls, ToolCall, format_of
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
+from workers.chat.tool_calls import ParsedCalls, ToolCall, format_of
 
 if TYPE_CHECKING:
     from backends.hf.tokenizer import TextCodec

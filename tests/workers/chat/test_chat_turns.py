@@ -12,9 +12,9 @@ import pytest
 
 from backends.hf.tokenizer import TextCodec
 from specs.errors import ModelError
-from workers.chat_renderer import ChatRenderer, ChatTemplateError
-from workers.episodes.chat_turns import AssistantTurn, ChatTurns
-from workers.episodes.tool_calls import ToolCall
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
+from workers.chat.chat_turns import AssistantTurn, ChatTurns
+from workers.chat.tool_calls import ToolCall
 
 TOOLS = [
     {

@@ -124,7 +124,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, begin)
         json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
-        if _depth(value) <= MAX_DEPTH:
+        if depth_of(value) <= MAX_DEPTH:
             return value, end
     except _Malformed:
         raise
@@ -135,9 +135,9 @@ def _json(text: str, at: int) -> tuple[Any, int]:
     raise _Malformed("it is nested too deeply")
 
 
-def _depth(value: Any) -> int:
+def depth_of(value: Any) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, inner), default=0)
+    return 1 + max(map(depth_of, inner), default=0)
 
 
 def _elements(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
