@@ -51,21 +51,26 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_600,
+        6_660,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (5_100, 4_300, ("specs/schema",)),
+    "schema": (5_150, 4_300, ("specs/schema",)),
     "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_330, 3_500, ("rlctl/processes", "workers/*.py")),
+    "processes": (4_220, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_400, 2_000, ("rlctl/show",)),
     "run": (3_000, 2_200, ("rlctl/run",)),
     "grading": (1_600, 1_400, ("workers/grading",)),
-    "environments, episodes": (2_820, 2_800, ("workers/environments", "workers/episodes", "rlctl/loop/episodes.py")),
+    "environments, episodes, chat": (
+        3_570,
+        3_300,
+        ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
+    ),
+    "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_260, 15_000, ("backends",)),
-    "four packages": (56_460, 50_000, WINGS),
+    "four packages": (58_420, 50_000, WINGS),
     "scripts": (3_060, 3_000, ("scripts",)),
-    "tests with their cases": (41_850, 38_000, ("tests",)),
+    "tests with their cases": (43_100, 38_000, ("tests",)),
     "docs": (3_800, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

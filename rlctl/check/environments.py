@@ -36,6 +36,7 @@ from workers.watchdog import kill_marked
 START_TIMEOUT_S = 120.0  # as in a run
 _MORE_S = 60.0  # for what is imported, and the tokenizer
 _CALLS = 4  # of an environment: reset, a turn, and its end
+_AGENT_S = 90.0  # for a program that is an agent
 _ROWS = 256  # among which each environment finds one of its own
 _MARK = "RLCTL_CHECK"
 _KILL_S = 5.0
@@ -148,7 +149,9 @@ def _ask(spec: RlSpec, spec_dir: Path, request: dict[str, Any], wanted: Collecti
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | spec.grading.env
     env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
     env |= {_MARK: mark, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    limits_s = (START_TIMEOUT_S + _CALLS * one.call_timeout_s for one in spec.environments)
+    limits_s = (
+        START_TIMEOUT_S + _CALLS * one.call_timeout_s + _AGENT_S * bool(one.command) for one in spec.environments
+    )
     timeout_s = _MORE_S + sum(limits_s)
     output, why = b"", ""
     with tempfile.TemporaryDirectory(prefix="rlctl-check-", ignore_cleanup_errors=True) as folder:

@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 
 SHOWN_TEXT = 400  # characters of a turn or a reply
 SHOWN_IDS = 6  # of the tokens at either side of where something is appended
-FORMS = {"tools": "tools", "text": "replies to text", "agent": "a loop of its own: imported, not run"}
+FORMS = {
+    "tools": "tools",
+    "text": "replies to text",
+    "agent": "a loop of its own: imported, not run",
+    "program": "run once",
+}
 MOST_ROWS = 8  # groups of a role, and hosts, that are shown; JSON has them all
 
 
@@ -210,8 +215,8 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
 
 def _limits(section: EnvironmentSection) -> str:
     """Say how far an episode goes."""
-    calls = [] if section.agent else [counted(section.max_tool_calls, "tool call")]
-    limits = ", ".join([counted(section.max_turns, "turn"), *calls, f"{section.max_episode_tokens} tokens"])
+    counts = counted(section.max_turns, "turn"), counted(section.max_tool_calls, "tool call")
+    limits = ", ".join([*counts, f"{section.max_episode_tokens} tokens"])
     times = f"{section.call_timeout_s:g} s for a call, {section.episode_timeout_s:g} s for all of them"
     return f"{', '.join(section.sources)}: at most {limits}; {times}"
 

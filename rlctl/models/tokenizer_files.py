@@ -1,5 +1,5 @@
-"""Tokenizers and chat templates as the files of a model hold them: whether there is one, whether it fits the model, and
-whether it is another's. What they do with the first rows is found by rendering them (`workers/chat/chat_renderer.py`)."""
+"""Tokenizers and chat templates as the files of a model hold them: whether there is one, whether it fits the model,
+and whether it is another's. What they do with the first rows is found by rendering them (`workers/data`)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def scorer_code(spec: Spec) -> dict[str, str]:
     found = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
     for key, section in environment_keys(sampling).items() if sampling is not None else ():
         tools = {f"{key}.tools.{index}": tool for index, tool in enumerate(section.tools)}
-        named = {f"{key}.path": section.path, **tools, f"{key}.agent": section.agent}
+        named = {f"{key}.path": section.path, **tools, f"{key}.agent": section.loop}
+        named |= {f"{key}.agent.reward": section.command.reward} if section.command else {}
         found |= {name: source for name, source in named.items() if source in section.files}
     return found
 

@@ -12,7 +12,7 @@ from specs.load.keys import Path, chosen_tables, closest, dotted, engine_family,
 from specs.load.unknown_keys import foreign_kind_hint, unknown_keys
 from specs.packages import page
 from specs.schema.engines.foreign import foreign_kinds
-from specs.schema.environment import ONE, SEVERAL
+from specs.schema.environment import FORMS
 from specs.schema.roles import ROLES
 from specs.schema.table import Table, meaning_of
 from specs.text import show, show_default
@@ -84,7 +84,7 @@ def without_tags(loc: Path, raw: Any) -> Path:
     path: list[str | int] = []
     node = raw
     for part in loc:
-        if part in (ONE, SEVERAL) or (isinstance(node, dict) and part not in node and part == node.get("kind")):
+        if part in FORMS or (isinstance(node, dict) and part not in node and part == node.get("kind")):
             continue
         path.append(part)
         node = value_at(node, (part,))

@@ -55,9 +55,10 @@ def _made_of(key: str, section: EnvironmentSection) -> Iterator[Problem]:
         if not source.startswith("mcp:") and ".py:" not in source:
             hint = 'write "file.py:function", or "mcp:command"'
             yield Problem(f"{key}.tools.{number}", "neither a function nor an MCP server", hint)
-    for name in ("max_tool_calls", "on_parse_error") if section.agent else ():
-        if name in section.model_fields_set:
-            yield no_effect(f"{key}.{name}", "an agent makes its calls itself")
+    if section.agent and section.on_parse_error == "end":
+        yield no_effect(f"{key}.on_parse_error", "an agent reads what the model wrote itself")
+    if not section.agent and "learn_from" in section.model_fields_set:
+        yield no_effect(f"{key}.learn_from", "there is no agent")
 
 
 def _limits(key: str, section: EnvironmentSection, spec: RlSpec) -> Iterator[Problem]:

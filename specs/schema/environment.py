@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
@@ -27,6 +28,34 @@ UNSCORED = tuple(STOP_REASONS.index(reason) for reason in ("timeout", "environme
 """Numbers of the reasons after which the environment cannot be asked: such an episode has no score."""
 
 
+class AgentCommand(Table):
+    """An agent that is a program of its own: a process for each episode, which reaches the model at an address that
+    OpenAI's and Anthropic's clients know. `{prompt}`, `{model}`, `{base_url}`, `{key}`, `{spec_dir}` and the row's
+    columns are replaced by their values."""
+
+    command: tuple[NonEmpty, ...] = Field(min_length=1)
+    """The program and its arguments. It gets `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and a key of its own."""
+    env: dict[NonEmpty, str] = Field(default_factory=dict)
+    """Variables besides `PATH`, the locale and an empty `HOME`: nothing else of this machine's is handed on."""
+    cwd: NonEmpty = "fresh"
+    """What the working directory begins as: empty (`fresh`), or a copy of a folder, of an archive or of a git bundle,
+    relative to the spec file."""
+    keep_cwd: bool = False
+    """Whether the working directory is kept, in the run's folder `agents`."""
+    reward: OptionalFunctionPath = ""
+    """`file.py:name` of a function that gives the reward. It is called in the episode's process, and each parameter
+    gets what its name says: `cwd`, `exit_code`, `output`, `messages` or a column of the row."""
+
+
+# How errors name the forms of `agent`; no key of a spec looks like them.
+LOOP, COMMAND = "agent = a function", "agent = a command"
+
+AgentSource = Annotated[
+    Annotated[OptionalFunctionPath, Tag(LOOP)] | Annotated[AgentCommand, Tag(COMMAND)],
+    Discriminator(lambda raw: COMMAND if isinstance(raw, dict | AgentCommand) else LOOP),
+]
+
+
 class EnvironmentSection(Table):
     """An environment of several turns: one of `path`, `tools` and `agent`."""
 
@@ -37,8 +66,12 @@ class EnvironmentSection(Table):
     with `step(text)`, which replies to each turn."""
     tools: tuple[NonEmpty, ...] = ()
     """Tools that need no class: functions (`file.py:name`) and MCP servers (`mcp:command`)."""
-    agent: OptionalFunctionPath = ""
-    """`file.py:name` of `async def run(task, client)`, a loop of your own against the sampler."""
+    agent: AgentSource = ""
+    """`file.py:name` of `async def run(task, client)`, a loop of your own against the sampler; or a program, as
+    `{ command = ["mini", "-t", "{prompt}"] }`."""
+    learn_from: Literal["main", "all"] = "main"
+    """What an agent asked that is learned from: conversations about the task with the most tools (`main`), or also the
+    titles, summaries and such that it had written beside them (`all`)."""
     max_turns: int = Field(8, gt=0)
     """Turns of the model in an episode."""
     max_episode_tokens: int = Field(2048, gt=0)
@@ -67,16 +100,33 @@ class EnvironmentSection(Table):
     @property
     def sources(self) -> tuple[str, ...]:
         """The code that it is made from, as the spec names it."""
-        return tuple(filter(None, (self.path, *self.tools, self.agent)))
+        return tuple(filter(None, (self.path, *self.tools, self.loop, *([self.program] if self.program else []))))
 
     @property
     def files(self) -> tuple[str, ...]:
         """The Python files among its sources."""
-        return tuple(source for source in self.sources if not source.startswith("mcp:"))
+        named = (self.path, *self.tools, self.loop, self.command.reward if self.command else "")
+        return tuple(source for source in named if source and not source.startswith("mcp:"))
+
+    @property
+    def loop(self) -> str:
+        """The function that is its agent; "" where it is none."""
+        return self.agent if isinstance(self.agent, str) else ""
+
+    @property
+    def command(self) -> AgentCommand | None:
+        """The program that is its agent."""
+        return None if isinstance(self.agent, str) else self.agent
+
+    @property
+    def program(self) -> str:
+        """How a person would write the program."""
+        return shlex.join(self.command.command) if self.command else ""
 
 
 # How errors name the two forms of the section; no key of a spec looks like them.
 ONE, SEVERAL = "[environment]", "[[environment]]"
+FORMS = frozenset({ONE, SEVERAL, LOOP, COMMAND})
 
 
 def _form(raw: Any) -> str:

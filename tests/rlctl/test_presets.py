@@ -17,6 +17,7 @@ from specs.rules.all_rules import cross_field_warnings
 from specs.schema.roles import ROLES
 
 NAMES = [
+    "agent-cpu",
     "dapo-8gpu",
     "distill-cpu",
     "dpo-8gpu",
@@ -70,7 +71,7 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         )
     if name == "distill-cpu":  # the quickstart's export
         write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
-    if name in ("game-cpu", "tools-cpu"):  # the warm-up's checkpoint
+    if name in ("agent-cpu", "game-cpu", "tools-cpu"):  # the warm-up's checkpoint
         write_model(tmp_path / spec.model.path, {}, "tiny-chat", {})
     for section in (spec.role(role) for role in spec.roles if ROLES[role].holds_model):
         if section.python and not Path(section.python).exists():

@@ -11,13 +11,13 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
 from specs.text import show
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
-from workers.chat.tool_calls import ParsedCalls, ToolCall, format_of
+from workers.chat.tool_calls import ParsedCalls, ToolCall, call_id, format_of
 
 if TYPE_CHECKING:
     from backends.hf.tokenizer import TextCodec
@@ -122,6 +122,21 @@ class ChatTurns:
             found = ParsedCalls(rest, error="Only one tool can be called in a turn: call them one after another.")
         return AssistantTurn(self._message(thought + closed, found), text, found.calls, found.error, stop)
 
+    def numbered(self, turn: AssistantTurn, calls: int) -> AssistantTurn:
+        """Return a turn whose calls follow so many others: ids that were made here stay unique in a conversation."""
+        if not calls or not turn.calls:
+            return turn
+        renamed = tuple(
+            replace(call, id=call_id(calls + n)) if call.id == call_id(n) else call for n, call in enumerate(turn.calls)
+        )
+        return replace(
+            turn, calls=renamed, message={**turn.message, "tool_calls": [call.message() for call in renamed]}
+        )
+
+    def plain_prompt(self, text: str) -> list[int]:
+        """Return the tokens of text that is no conversation."""
+        return self._codec.encode([text], rendered=False)[0]
+
     def error_reply(self, words: str) -> dict[str, Any]:
         """Return the message that tells the model of a call that cannot be read, in a role that the template takes."""
         return {"role": self._error_role, "content": words}
@@ -212,7 +227,7 @@ class ChatTurns:
     def _study(self, role: str, number: int) -> _ReplyStyle:
         """Find out how replies of a role follow a turn with so many calls."""
         name, last = next(iter(self._schemas), ""), f"{self._mark}{number}"
-        calls = tuple(ToolCall(name, {"value": f"{self._mark}{n + 1}"}, f"call{n:05d}") for n in range(number))
+        calls = tuple(ToolCall(name, {"value": f"{self._mark}{n + 1}"}, call_id(n)) for n in range(number))
         turn = self._message(self._thought, ParsedCalls("" if calls else f"\n\n{last}", calls))
         replies = [_reply(role, _PROBE, call) for call in calls] or [_reply(role, _PROBE, None)]
         pieces, whole = self._render([*_ASKED, turn, *replies], 2), self._whole([*_ASKED, turn, *replies])

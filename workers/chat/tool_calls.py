@@ -70,7 +70,7 @@ class CallFormat:
                 if not (end := self.end.match(text, at)):
                     raise _Malformed("its end is missing, or other text stands before it")
                 for one in found:
-                    calls.append(_checked(one, self.key or "arguments", f"call{len(calls):05d}"))
+                    calls.append(_checked(one, self.key or "arguments", call_id(len(calls))))
                 at = end.end()
         except _Malformed as error:
             return ParsedCalls(text, error=f"The tool call cannot be read: {error}. Write a call as\n{self.shape}")
@@ -86,6 +86,11 @@ class CallFormat:
         if named.get("name"):
             return [named | {self.key: value}], at
         return value if isinstance(value, list) else [value], at
+
+
+def call_id(number: int) -> str:
+    """Return the id of a call that the model gave none, of nine characters."""
+    return f"call{number:05d}"
 
 
 def _checked(found: Any, key: str, id_: str) -> ToolCall:

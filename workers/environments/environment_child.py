@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.errors import RewardError
+from workers.environments.harness import MODEL_NAME, HarnessRun
 from workers.environments.loaded import Loaded, add_tool, keywords
 from workers.environments.mcp_tools import server_tools
 from workers.environments.replies import (
@@ -112,6 +113,7 @@ class Session:
         self._loaded, self._base, self._pipe = loaded, base, pipe
         self._tools = dict(loaded.tools)
         self._instance: Any = None
+        self._harness: HarnessRun | None = None
         self._loop = asyncio.new_event_loop()
         self._held: set[asyncio.Task[None]] = set()
         asyncio.set_event_loop(self._loop)
@@ -156,9 +158,11 @@ class Session:
             case "step":
                 return self._step(message["text"])
             case "reward":
-                return {"reward": self._reward()}
+                return {"reward": self._reward(message["messages"])}
+            case "run" if self._loaded.harness:
+                return self._run_harness(message["task"], message["variables"], message["folder"])
             case "run":
-                return self._run(message["task"])
+                return self._run(message["task"], message["variables"])
         return {"clean": self._end()}
 
     def _finish(self, value: Any) -> Any:
@@ -204,17 +208,43 @@ class Session:
         done = done or truncated or self._done()
         return {"text": content, "reward": reward, "done": done, "truncated": truncated, "error": False}
 
-    def _reward(self) -> float | None:
+    def _reward(self, messages: Sequence[Mapping[str, Any]]) -> float | None:
         if not self._loaded.gives_reward:
             return None
-        value = self._finish(self._instance.get_reward())
+        value = self._finish(self._instance.get_reward() if self._harness is None else self._graded(messages))
         number = as_number(value)
         if number is None:
-            raise Lost(f"get_reward gave {describe(value)}")
+            raise Lost(f"{'get_reward' if self._harness is None else 'the reward function'} gave {describe(value)}")
         return number
 
-    def _run(self, task: Mapping[str, Any]) -> dict[str, Any]:
+    def _graded(self, messages: Sequence[Mapping[str, Any]]) -> Any:
+        run = self._harness
+        assert run is not None
+        assert run.harness.reward is not None
+        found = {"cwd": str(run.cwd), "exit_code": run.exit_code, "output": run.output.decode(errors="replace")}
+        return run.harness.reward(**keywords(run.harness.reward, {**run.values, **found, "messages": messages}))
+
+    def _run_harness(self, task: Mapping[str, Any], variables: Mapping[str, str], folder: str) -> dict[str, Any]:
+        assert self._loaded.harness is not None
+        asked = [str(one["content"]) for one in task["messages"] if one["role"] == "user"]
+        known = {"prompt": asked[-1] if asked else "", "spec_dir": str(Path(self._base).resolve())}
+        known |= {"model": MODEL_NAME, "base_url": variables["OPENAI_BASE_URL"], "key": variables["OPENAI_API_KEY"]}
+        self._harness = HarnessRun(self._loaded.harness, Path(folder), self._base, {**task, **known})
+        self._loop.add_reader(self._pipe.end, self._stop_harness)
+        try:
+            return self._finish(self._harness.run(variables))  # type: ignore[no-any-return]
+        finally:
+            self._loop.remove_reader(self._pipe.end)
+
+    def _stop_harness(self) -> None:
+        self._pipe.read()
+        while self._pipe.received() is not None:
+            assert self._harness is not None
+            self._harness.stop()
+
+    def _run(self, task: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         _seed_generators(task.get("seed"))
+        os.environ.update(variables)
         assert self._loaded.agent is not None
         client = AgentClient(self._pipe, self._loop)
         self._loop.add_reader(self._pipe.end, client.read)
@@ -232,7 +262,7 @@ class Session:
 
     def _end(self) -> bool:
         """Drop the instance; return whether nothing of the episode is left running."""
-        instance, self._instance = self._instance, None
+        instance, self._instance, self._harness = self._instance, None, None
         if self._loaded.mode == "text" and callable(getattr(instance, "close", None)):
             self._finish(instance.close())
         return children() == self._servers and asyncio.all_tasks(self._loop) <= self._own_tasks

@@ -6,10 +6,13 @@ An episode whose process hangs, dies or is cancelled is lost; the others, and th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
+import shutil
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from specs.errors import RewardError
+from specs.schema.environment import EnvironmentSection
 from workers.environments.environment_process import EnvironmentLost as EnvironmentLost
 from workers.environments.environment_process import EnvironmentProcess, ZygoteHandle
 from workers.grading.grader_process import KILL_WAIT_S, encode
@@ -31,12 +35,20 @@ Chat = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class EnvironmentSetup:
-    """Name what to run: a class (`path`), tools, or an agent. Relative files start at the folder `base`."""
+    """Name what to run: a class (`path`), tools, or an agent: a function or a program. Relative files start at the
+    folder `base`."""
 
     path: str = ""
     tools: tuple[str, ...] = ()
     agent: str = ""
     base: str = "."
+    command: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, section: EnvironmentSection, base: str) -> EnvironmentSetup:
+        """Return what a section of the spec names."""
+        command = section.command.model_dump() if section.command else None
+        return cls(section.path, section.tools, section.loop, base, command)
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,9 @@ class EnvironmentPool:
     ) -> None:
         """`sources`: the code of the setup's files (`read_sources`); None: as it is now. `env`: variables of the
         processes besides those of this one."""
-        files = [name for name in (setup.path, *setup.tools, setup.agent) if name and not name.startswith("mcp:")]
+        scorer = setup.command["reward"] if setup.command else ""
+        named = (setup.path, *setup.tools, setup.agent, scorer)
+        files = [name for name in named if name and not name.startswith("mcp:")]
         sources = read_sources(files, setup.base) if sources is None else dict(sources)
         self._hello = encode({"setup": asdict(setup), "sources": sources, "memory_MiB": memory_MiB})
         self.call_timeout_s, self.start_timeout_s, self.log_path = call_timeout_s, start_timeout_s, log_path
@@ -96,6 +110,8 @@ class EnvironmentPool:
         self._zygote: ZygoteHandle | None = None
         self._zygote_lock = asyncio.Lock()
         self._idle: list[EnvironmentProcess] = []
+        self.folders = Path(tempfile.mkdtemp(prefix="rlctl-agents-")) if setup.command else None
+        self._numbers = itertools.count()
         self._closed = False
 
     async def start(self) -> Described:
@@ -131,6 +147,8 @@ class EnvironmentPool:
         if self._zygote is not None:
             await self._zygote.end()
         await asyncio.to_thread(kill_marked, f"{_MARK}={self._env[_MARK]}", KILL_WAIT_S)
+        if self.folders is not None:
+            await asyncio.to_thread(remove_folder, self.folders)
 
     async def _fork(self) -> EnvironmentProcess:
         async with self._starting:
@@ -151,6 +169,11 @@ class EnvironmentPool:
             await asyncio.shield(self._zygote.ready)
             return self._zygote
 
+    def new_folder(self) -> Path | None:
+        """Return where an episode of an agent that is a program can put its files; it is removed with its environment.
+        None for all others."""
+        return None if self.folders is None else self.folders / str(next(self._numbers))
+
     def _take_back(self, process: EnvironmentProcess, clean: bool) -> None:
         if clean and not process.dead and not self._closed:
             self._idle.append(process)
@@ -166,6 +189,7 @@ class Environment:
 
     def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess) -> None:
         self._pool, self._process = pool, process
+        self.folder = pool.new_folder()
         self._closed = False
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -180,13 +204,17 @@ class Environment:
         """Give what the model wrote to an environment that replies to text."""
         return EnvironmentReply(**await self._ask({"do": "step", "text": text}))
 
-    async def reward(self) -> float | None:
-        """Return what `get_reward` gives; None where there is none."""
-        value: float | None = (await self._ask({"do": "reward"}))["reward"]
+    async def reward(self, messages: Sequence[Mapping[str, Any]] = ()) -> float | None:
+        """Return what `get_reward`, or an agent's `reward`, gives; None where there is none. `messages`: what was said,
+        for an agent's."""
+        value: float | None = (await self._ask({"do": "reward", "messages": list(messages)}))["reward"]
         return value
 
-    async def run_agent(self, task: Mapping[str, Any], chat: Chat) -> dict[str, Any]:
-        """Run the agent; return its `reward` (or None) and `metrics`. `chat` answers its requests; where it raises, the
+    async def run_agent(
+        self, task: Mapping[str, Any], chat: Chat, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Run the agent, with some variables of its environment; return the `reward` (or None) and `metrics` of a
+        function, `exit_code` and `output` of a program. `chat` answers requests of the former; where it raises, the
         agent gets a RuntimeError, and if that ends the agent, it is raised here. There is no limit of time."""
         failures: list[Exception] = []
         tasks: set[asyncio.Task[None]] = set()
@@ -201,7 +229,8 @@ class Environment:
                 self._process.send({"chat": request["chat"], **reply})
 
         with self._process.killed_on_error():
-            self._process.request({"do": "run", "task": dict(task)})
+            folder = str(self.folder) if self.folder else ""
+            self._process.request({"do": "run", "task": dict(task), "variables": dict(variables), "folder": folder})
             try:
                 while "chat" in (message := await self._process.receive()):
                     tasks.add(asyncio.create_task(answer(message)))
@@ -211,6 +240,18 @@ class Environment:
             if "failed" in message:
                 raise failures[0] if failures else EnvironmentLost("crash", message["failed"])
             return message
+
+    def stop_agent(self) -> None:
+        """Kill an agent that is a program; `run_agent` returns what it left."""
+        with suppress(EnvironmentLost):
+            self._process.send({"stop": True})
+
+    async def keep(self, name: str) -> Path:
+        """Move the working directory of an agent that is a program to where it stays, beside the logs."""
+        assert self.folder is not None
+        place = self._pool.log_path.parents[1] / "agents" / name
+        await asyncio.to_thread(_move, self.folder / "work", place)
+        return place
 
     async def close(self, *, reuse: bool = True) -> None:
         """Give the environment back; its process serves another episode if nothing is left running in it, and
@@ -226,6 +267,8 @@ class Environment:
             pass
         finally:
             self._pool._take_back(self._process, clean)
+            if self.folder is not None:
+                await asyncio.to_thread(remove_folder, self.folder)
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         limit_s = self._pool.call_timeout_s
@@ -239,3 +282,22 @@ class Environment:
             if "failed" in answer:
                 raise EnvironmentLost("crash", answer["failed"])
             return answer
+
+
+def _move(source: Path, place: Path) -> None:
+    if source.exists():
+        remove_folder(place)  # of an attempt that was begun before
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(source, place)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, also what was made read-only in it."""
+    with suppress(OSError):
+        shutil.rmtree(folder)
+    if folder.exists():
+        for inner in (folder, *folder.rglob("*")):
+            if inner.is_dir() and not inner.is_symlink():
+                with suppress(OSError):
+                    inner.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.errors import RewardError
+from workers.environments.harness import Harness
 from workers.environments.tool_schema import schema_of, tool_parameters
 from workers.grading.terms import load_module
 
@@ -35,6 +36,7 @@ class Loaded:
     name: str
     kind: type | None = None
     agent: Callable[..., Any] | None = None
+    harness: Harness | None = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     servers: Sequence[str] = ()
 
@@ -45,11 +47,17 @@ class Loaded:
 
     @property
     def gives_reward(self) -> bool:
+        if self.harness is not None:
+            return self.harness.reward is not None
         return callable(getattr(self.kind, "get_reward", None))
 
 
-def load(path: str, tools: Sequence[str], agent: str, base: str) -> Loaded:
+def load(path: str, tools: Sequence[str], agent: str, base: str, command: Mapping[str, Any] | None = None) -> Loaded:
     """Return what these name; relative files start at `base`. Raises RewardError."""
+    if command is not None:
+        reward = _named(command["reward"], base) if command["reward"] else None
+        program = Harness(command["command"], command["env"], command["cwd"], reward)
+        return Loaded("agent", command["command"][0], harness=program)
     if agent:
         run = _named(agent, base)
         if not inspect.iscoroutinefunction(run):
@@ -71,7 +79,7 @@ def load(path: str, tools: Sequence[str], agent: str, base: str) -> Loaded:
         raise RewardError(f"{path} replies to text, and there are tools", hint="leave out step, or the tools")
     if mode == "tools" and not found and not servers:
         raise RewardError(f"{path} has no tools", hint="write public methods with type hints and a docstring, or step")
-    return Loaded(mode, name, kind, None, found, servers)
+    return Loaded(mode, name, kind, tools=found, servers=servers)
 
 
 def add_tool(found: dict[str, Tool], tool: Tool) -> None:

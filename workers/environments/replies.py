@@ -101,7 +101,8 @@ def in_one_line(error: BaseException) -> str:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
             trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
+        if not isinstance(error, Lost):
+            traceback.print_exception(type(error), error, trace)
         text = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
         return " ".join(text.split())[:ERROR_CHARACTERS]
     return type(error).__name__

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from specs.errors import ModelError
@@ -40,7 +39,7 @@ class Ended(Exception):
 
 
 class Episode:
-    """An attempt at a task in an environment."""
+    """An attempt at a task in an environment; one of an agent is another (`agent_episode.py`)."""
 
     def __init__(
         self,
@@ -55,8 +54,8 @@ class Episode:
         self.task, self.section, self.described = task, section, described
         self._draw, self._turn_tokens = draw, turn_tokens
         self.trajectory, self._of_row = Trajectory(task), len(task.messages)
-        self._chat = chats(described.tools)
-        self._said: dict[int, tuple[list[Message], AssistantTurn]] = {}  # conversations of an agent, by sample
+        self._chats, self._chat = chats, chats(described.tools)
+        self.longest = 0  # prompt that came up, in tokens
 
     async def run(self, pool: EnvironmentPool) -> Trajectory:
         """Play it to its end, whatever the environment does."""
@@ -72,7 +71,7 @@ class Episode:
     async def _run(self, environment: Environment) -> StopReason:
         reuse = False
         try:
-            stop = await (self._run_agent if self.described.mode == "agent" else self._run_turns)(environment)
+            stop = await self._attempt(environment)
             reuse = True
             return stop
         except Ended as end:
@@ -82,7 +81,7 @@ class Episode:
 
     # ── turns ─────────────────────────────────────────────────────────────────────────────────────
 
-    async def _run_turns(self, environment: Environment) -> StopReason:
+    async def _attempt(self, environment: Environment) -> StopReason:
         try:
             stop = await self._play(environment)
         except Ended as end:
@@ -101,30 +100,32 @@ class Episode:
         number = self._branch(messages)
         while True:
             before = [*messages]
-            turn = await self._turn(number, messages)
+            turn, cut_off = await self._turn(self._chat, number)
+            messages.append(turn.message)
+            if cut_off:
+                raise Ended(cut_off)
             replies, stop = await answer(environment, turn)
             messages += replies
             if stop is not None:
                 return stop
             number = self._append(number, before, turn, replies)
 
-    async def _turn(self, number: int, messages: list[Message], most: int = 0) -> AssistantTurn:
-        """Have the model write a turn, of at most `most` tokens where that is not 0, as the next message. Raises Ended
-        where a limit of the episode cut it off."""
+    async def _turn(self, chat: ChatTurns, number: int, most: int = 0) -> tuple[AssistantTurn, StopReason | None]:
+        """Have the model write a turn behind a sample, of at most `most` tokens where that is not 0. Return it, and the
+        limit of the episode that cut it off."""
         found, sample = self.trajectory, self.trajectory.samples[number]
         limit = min(self._turn_tokens, self.section.max_episode_tokens - len(sample.tokens))
         asked = min(limit, most or limit)
         found.turns += 1
         drawn = await self._draw(self.task, number, sample, asked)
-        turn = self._chat.read(drawn.tokens)
-        messages.append(turn.message)
+        turn = chat.read(drawn.tokens)
         cut_off = not drawn.finished and asked == limit
         malformed = bool(turn.error) and not cut_off
         found.parse_errors += malformed
         sample.add_turn(drawn, learn=not (malformed and self.section.on_parse_error == "mask"))
-        if cut_off:
-            raise Ended("max_tokens" if limit == self._turn_tokens else "context_overflow")
-        return turn
+        if not cut_off:
+            return turn, None
+        return turn, "max_tokens" if limit == self._turn_tokens else "context_overflow"
 
     async def _step(self, environment: Environment, turn: AssistantTurn) -> tuple[list[Message], StopReason | None]:
         reply = await self._call(environment.step(turn.text))
@@ -179,6 +180,7 @@ class Episode:
         """Raise Ended where the model gets no further turn, which would follow so many tokens."""
         if self.trajectory.turns >= self.section.max_turns:
             raise Ended("max_turns")
+        self.longest = max(self.longest, tokens)
         if tokens >= self.section.max_episode_tokens:
             raise Ended("context_overflow")
 
@@ -194,73 +196,6 @@ class Episode:
         finally:
             self.trajectory.environment_s += time.perf_counter() - began
 
-    # ── a loop of the user's own ──────────────────────────────────────────────────────────────────
-
-    async def _run_agent(self, environment: Environment) -> StopReason:
-        loop, limit_s = asyncio.get_running_loop(), self.section.episode_timeout_s
-        began = since = loop.time()
-        chats, drawing_s = 0, 0.0  # that wait for the sampler, since then; the sampler's time is not the agent's
-        ended: StopReason | None = None  # why the agent's last request was refused
-
-        async def chat(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            nonlocal chats, drawing_s, ended, since
-            if not chats:
-                since = loop.time()
-                limit.reschedule(None)
-            chats += 1
-            try:
-                message, ended = await self._reply(request), None
-                return message
-            except Ended as end:
-                ended = end.stop
-                raise
-            finally:
-                chats -= 1
-                if not chats:
-                    drawing_s += loop.time() - since
-                    with suppress(RuntimeError):  # the agent did not wait for it
-                        limit.reschedule(began + drawing_s + limit_s)
-
-        try:
-            async with asyncio.timeout_at(began + limit_s) as limit:
-                found = await environment.run_agent({**self.task.values, "messages": [*self.task.messages]}, chat)
-        except TimeoutError:
-            raise Ended("timeout") from None
-        finally:
-            self.trajectory.environment_s = (since if chats else loop.time()) - began - drawing_s
-        self.trajectory.metrics = {name: float(value) for name, value in found.get("metrics", {}).items()}
-        self.trajectory.add_reward(found.get("reward"))
-        return ended or "completed"
-
-    async def _reply(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer `client.chat`. Messages that go on where a turn ended are appended to what was sampled; others begin
-        another sample of the rollout."""
-        messages, most = _requested(request)
-        self.trajectory.messages = messages
-        number = next((number for number, (said, _) in self._said.items() if _goes_on(said, messages)), None)
-        if number is None:
-            number = self._branch(messages)
-        else:
-            said, turn = self._said.pop(number)
-            number = self._append(number, said[:-1], turn, messages[len(said) :])
-        turn = await self._turn(number, messages, most)
-        self._said[number] = messages, turn
-        return turn.message
-
-
-def _requested(request: Mapping[str, Any]) -> tuple[list[Message], int]:
-    """Return the messages of `client.chat` and the most tokens that it asks for, 0 without. Raises EnvironmentLost for
-    what are none."""
-    messages, most = request["messages"], request["max_tokens"]
-    each = messages if isinstance(messages, list) else []
-    if not each or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in each):
-        raise EnvironmentLost("crash", "client.chat takes a list of messages, each a dict with role and content")
-    if any("content" not in one and one["role"] != "assistant" for one in each):
-        raise EnvironmentLost("crash", "client.chat was given a message without content")
-    if most is not None and (type(most) is not int or most < 1):
-        raise EnvironmentLost("crash", f"client.chat: max_tokens = {most} is no number of tokens")
-    return [dict(one) for one in each], most or 0
-
 
 def usual_replies(mode: str, section: EnvironmentSection, chat: ChatTurns) -> list[Message]:
     """Return a reply of each kind that an environment's turns get; what an agent says is not known before."""
@@ -269,12 +204,6 @@ def usual_replies(mode: str, section: EnvironmentSection, chat: ChatTurns) -> li
     if mode == "text":
         return [{"role": "user"}]
     return [{"role": "tool"}] + ([chat.error_reply("")] if section.on_parse_error != "end" else [])
-
-
-def _goes_on(said: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Return whether messages are a conversation and replies to its last turn."""
-    more = messages[len(said) :]
-    return bool(more) and messages[: len(said)] == said and all(one["role"] != "assistant" for one in more)
 
 
 def begun(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[Message]:

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from backends.hf.tokenizer import TextCodec
-from specs.errors import DataError
+from specs.errors import DataError, RewardError
 from specs.text import show
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
@@ -25,11 +25,16 @@ from specs.wire.role_config import RewardConfig
 from workers.chat.chat_renderer import renderer_of
 from workers.chat.chat_turns import ChatTurns
 from workers.environments.environment_pool import Described, EnvironmentPool, EnvironmentSetup
+from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Episode, usual_replies
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of
 from workers.serve import Emit, Reply, Request
 
+if TYPE_CHECKING:
+    from workers.gateway.gateway_server import Gateway
+
 _CLOSE_S = 10.0
+_TOOL_SETS = 64  # whose chat templates are kept
 _PACE_S = 0.02  # between messages to the driver, each of which costs both sides some 0.3 ms
 
 
@@ -44,7 +49,7 @@ class EpisodeRunner:
         self._chats: dict[str, ChatTurns] = {}  # by their tools
         self._pools = {
             section.name: EnvironmentPool(
-                EnvironmentSetup(section.path, section.tools, section.agent, config.spec_dir),
+                EnvironmentSetup.of(section, config.spec_dir),
                 processes=section.processes,
                 call_timeout_s=section.call_timeout_s,
                 memory_MiB=section.memory_MiB,
@@ -56,6 +61,7 @@ class EpisodeRunner:
         self._sections = {section.name: section for section in config.environments}
         self._described: dict[str, Described] = {}
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}  # for the sampler, by sample
+        self._gateway: Gateway | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
@@ -66,6 +72,9 @@ class EpisodeRunner:
             raise
 
     async def _start(self) -> None:
+        if any(section.agent for section in self._sections.values()):
+            self._gateway = gateway_for_agents()
+            await self._gateway.start()
         for name, pool in self._pools.items():
             described = self._described[name] = await pool.start()
             chat, section = self.chat(described.tools), self._sections[name]
@@ -77,6 +86,8 @@ class EpisodeRunner:
         key = json.dumps(tools)
         if key not in self._chats:
             self._chats[key] = ChatTurns(self._codec, self._renderer, tools)
+            if len(self._chats) > _TOOL_SETS:  # agents bring their own
+                del self._chats[next(iter(self._chats))]
         return self._chats[key]
 
     # ── calls of the rank ─────────────────────────────────────────────────────────────────────────
@@ -120,6 +131,8 @@ class EpisodeRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         for pool in self._pools.values():
             await pool.close()
+        if self._gateway is not None:
+            await self._gateway.close()
 
     # ── what an episode needs ─────────────────────────────────────────────────────────────────────
 
@@ -158,11 +171,11 @@ class EpisodeRunner:
     async def play(self, task: Task, batch: _Batch) -> Trajectory:
         """Run one episode."""
         section = self._sections[task.environment]
-        described = self._described[section.name]
-        turn_tokens = self._config.max_response_tokens
-        return await Episode(task, section, described, self.chat, batch.draw, turn_tokens).run(
-            self._pools[section.name]
-        )
+        described, pool = self._described[section.name], self._pools[section.name]
+        what = task, section, described, self.chat, batch.draw, self._config.max_response_tokens
+        if self._gateway is None or described.mode != "agent":
+            return await Episode(*what).run(pool)
+        return await AgentEpisode(*what, self._gateway).run(pool)
 
     def wait_for(self, id_: int) -> asyncio.Future[SampledTurn]:
         """Return the turn to come of a sample."""
@@ -241,6 +254,15 @@ def _turn_columns(asked: Sequence[tuple[Task, int, Sample, int]]) -> dict[str, C
         "id_B": each([task.sample_id(number) for task, number, _, _ in asked]),
         **{f"{name}_B": each([getattr(task, name) for task, *_ in asked]) for name in ("group", "rollout", "row")},
     }
+
+
+def gateway_for_agents() -> Gateway:
+    """Return a gateway on loopback. Raises RewardError where its server is not installed."""
+    try:
+        from workers.gateway.gateway_server import Gateway
+    except ModuleNotFoundError as error:
+        raise RewardError(f"an agent needs {error.name}", hint='pip install "rlctl[agents]"') from None
+    return Gateway()
 
 
 def _seed_of(seed: int, group: int) -> int:

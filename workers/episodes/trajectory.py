@@ -99,17 +99,25 @@ class Trajectory:
     environment_s: float = 0.0
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # that an agent gave
+    notes: dict[str, Any] = field(default_factory=dict)  # of an agent's requests, and of what it printed
 
-    def add_reward(self, reward: float | None) -> None:
-        """Add a reward, credited to the last turn."""
+    def add_reward(self, reward: float | None, number: int = -1) -> None:
+        """Add a reward, credited to the last turn of a sample."""
         if reward is not None:
             self.reward += reward
             if self.samples:
-                self.samples[-1].rewards.append((len(self.samples[-1].tokens) - 1, reward))
+                self.samples[number].rewards.append((len(self.samples[number].tokens) - 1, reward))
 
     def record(self) -> dict[str, Any]:
         """Return the episode as JSON, for rewards and people."""
-        return {"messages": self.messages, "stop": self.stop, "reward": self.reward, "why": self.why, **self.metrics}
+        return {
+            "messages": self.messages,
+            "stop": self.stop,
+            "reward": self.reward,
+            "why": self.why,
+            **self.metrics,
+            **self.notes,
+        }
 
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, Column]:

@@ -28,6 +28,7 @@ from workers.chat.tool_calls import ToolCall
 from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool, EnvironmentSetup
 from workers.episodes.episode import begun, usual_replies
 from workers.grading.reward_failures import is_of_code
+from workers.offline.try_agent import AgentTrial
 from workers.watchdog import die_with_parent, set_process_name
 
 OUTPUT_LINES = 8
@@ -54,7 +55,7 @@ class EnvironmentTrial:
         section, log = self.section, Path(self.request["log"])
         log.write_bytes(b"")
         pool = EnvironmentPool(
-            EnvironmentSetup(section.path, section.tools, section.agent, self.config.spec_dir),
+            EnvironmentSetup.of(section, self.config.spec_dir),
             processes=1,
             call_timeout_s=section.call_timeout_s,
             memory_MiB=section.memory_MiB,
@@ -83,6 +84,11 @@ class EnvironmentTrial:
         if functions:
             call = ToolCall(functions[0]["name"], invented(functions[0]["parameters"]), "call00000")
             replies = [{"role": "tool", "name": call.name, "tool_call_id": call.id, "content": "1"}]
+        if self.row is not None and self.section.command and self.config.model_path:
+            trial = AgentTrial(self.section, self.row, self.config.seed, self.config.max_response_tokens)
+            model = _texts(self.config.model_path, self.config.trust_remote_code)
+            self.found |= await trial.run(pool, described, model, self._problem, self.key)
+            return
         if self.row is not None and described.mode != "agent":
             environment = await pool.open()
             try:

@@ -136,8 +136,9 @@ def test_a_preset_gives_no_problem_and_no_warning(name: str, folder: Path, monke
     (folder / "data/gsm8k/train.jsonl").write_text("\n".join(rows))
     if name == "distill-cpu":
         write_model(folder / "teacher", {}, "tiny-digits", {})
-    if name in ("game-cpu", "tools-cpu"):  # the warm-up's checkpoint
-        write_model(folder / "runs" / f"{name.removesuffix('-cpu')}-warmup-cpu", {}, "tiny-chat", {})
+    if name in ("agent-cpu", "game-cpu", "tools-cpu"):  # the warm-up's checkpoint
+        warm = "game" if name == "game-cpu" else "tools"
+        write_model(folder / "runs" / f"{warm}-warmup-cpu", {}, "tiny-chat", {})
     nodes = max(map(int, re.findall(r"^nodes = (\d+)", spec.read_text(), re.MULTILINE)), default=1)
     (folder / "hosts").write_text("".join(f"host{number} slots=8\n" for number in range(nodes)))
     before = listing(folder)

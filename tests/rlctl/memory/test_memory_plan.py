@@ -126,7 +126,7 @@ def test_every_preset_fits_by_its_own_plan_without_a_network(
     """On GPUs of 80 GiB, which they are written for."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     teacher = ["ref.model=builtin:tiny-digits"] if preset == "distill-cpu" else []  # which another preset trains
-    warm = ["model.path=builtin:tiny-chat"] if preset in ("game-cpu", "tools-cpu") else []
+    warm = ["model.path=builtin:tiny-chat"] if preset in ("agent-cpu", "game-cpu", "tools-cpu") else []
     spec = load_spec(spec_of(tmp_path, preset, QWEN_7B), [*teacher, *warm])
     plan = plan_memory(spec, tmp_path, gpu_GiB=80, host_GiB=1000)
     assert plan.fits

@@ -82,7 +82,10 @@ OTHER: dict[str, Any] = {
     **dict.fromkeys(("eval.sets.N.temperature", "eval.sets.N.top_p"), 0.5),
     **dict.fromkeys(("eval.pass_score", "eval.sets.N.pass_score"), 0.5),
     "environment.tools": ["other.py:add"],
-    **dict.fromkeys(("environment.path", "environment.agent"), "other.py:own"),
+    "environment.path": "other.py:own",
+    "environment.agent.command": ["other"],
+    "environment.agent.env": {"A": "b"},
+    "environment.agent.reward": "other.py:own",
     "cluster.hostfile": "more_hosts",
     "cluster.remote_shell": ["rsh", "{host}"],
 }
@@ -135,7 +138,9 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "rollout.engine.lora": {"actor.lora": {}, "model.from_scratch": False},
     "rollout.engine.gpu_memory_utilization": {"rollout.devices": [0]},
     "environment": {"environment": {"tools": ["tools.py:add"], "max_episode_tokens": 64}},
-    **{f"environment.{key}": {"environment": {key: f"own.py:{key}"}} for key in ("path", "agent")},
+    "environment.path": {"environment": {"path": "own.py:Own"}},
+    "environment.agent": {"environment": {"agent": {"command": ["own"], "cwd": "fresh"}}},
+    "environment.learn_from": {"environment": {"agent": "own.py:run"}},
     "environment.credit": {"algorithm.kind": "reinforce++", "reward.terms": [{"kind": "environment"}]},
     "data.environment_column": {
         "environment": [{"name": name, "tools": ["tools.py:add"]} for name in ("one", "other")],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specs.errors import ModelError
-from workers import chat_renderer
+from workers.chat import chat_renderer
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
 
 ASKED = [{"role": "user", "content": "Q"}]

@@ -22,8 +22,10 @@ from specs.schema.environment import BY_ITSELF, STOP_REASONS, UNSCORED, Environm
 from workers.chat.chat_renderer import ChatRenderer, renderer_of
 from workers.chat.chat_turns import ChatTurns
 from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
+from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Episode
 from workers.episodes.trajectory import BRANCH_BITS, Sample, SampledTurn, Task, Trajectory, columns_of
+from workers.gateway.gateway_server import Gateway
 
 CODE = '''
     import asyncio, os, socket, subprocess, sys, time
@@ -190,13 +192,15 @@ class Stage:
     codec: TextCodec
     renderer: ChatRenderer
     pools: dict[str, tuple[EnvironmentPool, Described]]
+    gateway: Gateway
 
     def episode(self, mode: str, script: Script, row: Mapping[str, Any], **section: Any) -> Awaitable[Trajectory]:
         pool, described = self.pools[mode]
         turn_tokens = section.pop("turn_tokens", 200)
         task = Task(7, 2, 5, 1, False, 11, [1, 2], row, ASKED, "environment")
         chats = lambda tools: ChatTurns(self.codec, self.renderer, tools)  # noqa: E731
-        return Episode(task, EnvironmentSection(**section), described, chats, script, turn_tokens).run(pool)
+        what = task, EnvironmentSection(**section), described, chats, script, turn_tokens
+        return (AgentEpisode(*what, self.gateway) if described.mode == "agent" else Episode(*what)).run(pool)
 
     def play(self, mode: str, turns: Sequence[str], row: Mapping[str, Any], **section: Any) -> Trajectory:
         return self.runner.run(self.episode(mode, Script(self.codec, [*turns]), row, **section))
@@ -216,14 +220,17 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     setups = {"text": {"path": f"{file}:Talk"}, "tools": {"path": f"{file}:Desk"}, "agent": {"agent": f"{file}:agent"}}
     codec = load_codec(str(BUILTIN_FOLDER / "tiny-chat"), trust_remote_code=False)
     with asyncio.Runner() as runner, renderer_of(codec) as renderer:
+        gateway = Gateway()
 
         async def begin() -> dict[str, tuple[EnvironmentPool, Described]]:
+            await gateway.start()
             pools = {mode: make_pool(folder, processes=6, **setup) for mode, setup in setups.items()}
             described = await asyncio.gather(*(pool.start() for pool in pools.values()))
             return dict(zip(pools, zip(pools.values(), described, strict=True), strict=True))
 
         pools = runner.run(begin())
-        yield Stage(runner, codec, renderer, pools)
+        yield Stage(runner, codec, renderer, pools, gateway)
+        runner.run(gateway.close())
         for pool, _ in pools.values():
             runner.run(pool.close())
 
@@ -555,7 +562,7 @@ def forgetful(stage: Stage) -> Iterator[Stage]:
     codec = load_codec(str(BUILTIN_FOLDER / "tiny-chat"), trust_remote_code=False)
     codec.tokenizer.chat_template = FORGETFUL
     with renderer_of(codec) as renderer:
-        yield Stage(stage.runner, codec, renderer, stage.pools)
+        yield Stage(stage.runner, codec, renderer, stage.pools, stage.gateway)
 
 
 def test_rewritten_turns_begin_another_sample(stage: Stage) -> None:

@@ -1,0 +1,253 @@
+"""What reaches the gateway: retries and cut streams, keys, strangers, and what is too big or too slow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any
+
+import aiohttp
+import pytest
+from agent_gateway import END, TASK, Served, serving
+
+from workers.gateway import gateway_server as server
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": TASK}]}
+
+
+async def post(served: Served, body: Any, path: str = "chat/completions", **options: Any) -> tuple[int, Any]:
+    options = {"headers": {"Authorization": f"Bearer {served.key}"}, **options}
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = options.pop("url", f"http://127.0.0.1:{served.gateway.port}/v1/{path}")
+    async with aiohttp.ClientSession() as session, session.post(url, data=raw, **options) as response:
+        return response.status, await response.text()
+
+
+def content(reply: tuple[int, str]) -> str:
+    status, text = reply
+    assert status == 200, text
+    return str(json.loads(text)["choices"][0]["message"]["content"])
+
+
+async def cut(served: Served, body: Any, *, after: int = 0, gate: asyncio.Event | None = None) -> None:
+    """Ask, read so many bytes of the reply and reset the connection."""
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {served.key}\r\n"
+    head += f"Content-Length: {len(raw)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port, limit=16)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.write(head.encode() + raw)
+    while not served.sampler.log:
+        await asyncio.sleep(0.01)
+    if after:
+        await reader.readexactly(after)
+    writer.transport.abort()
+    await asyncio.sleep(0.05)
+    if gate is not None:
+        gate.set()
+
+
+# ── retries ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["before there is anything", "in the middle"])
+def test_a_reply_that_did_not_arrive_is_the_same_turn(how: str) -> None:
+    """A client that lost the stream asks again, without one: it gets what was sampled, and nothing is drawn."""
+
+    async def test() -> None:
+        async with serving([f"{'one ' * 200}{END}", f"two{END}"], turn_tokens=2000) as served:
+            if how == "in the middle":
+                await cut(served, {**ASKED, "stream": True}, after=300)
+            else:
+                gate = served.sampler.gate = asyncio.Event()
+                await cut(served, {**ASKED, "stream": True}, gate=gate)
+            assert content(await post(served, ASKED)).startswith("one one")
+            assert len(served.sampler.log) == len(served.samples) == 1
+            assert [turn.asked for turn in served.episode.tree.turns] == [2]
+            assert content(await post(served, ASKED)) == "two", "it arrived: who asks again wants another"
+            assert len(served.samples) == 2
+
+    asyncio.run(test())
+
+
+def test_a_turn_that_nobody_has_read_is_not_learned_from() -> None:
+    async def test() -> None:
+        async with serving([f"{'one ' * 200}{END}"], turn_tokens=2000) as served:
+            await cut(served, {**ASKED, "stream": True}, after=300)
+            served.episode.settle()
+            assert served.written(served.samples[0]) == ""
+            await post(served, {**ASKED, "temperature": 0.1})
+            served.samples[0].mask[-801:] = [1] * 801
+            served.episode.settle()
+            assert served.written(served.samples[0]) == f"{'one ' * 200}{END}"
+
+    asyncio.run(test())
+
+
+def test_duplicates_at_once_are_one_turn() -> None:
+    async def test() -> None:
+        async with serving([f"one{END}", f"two{END}"], wait_s=0.2) as served:
+            replies = await asyncio.gather(*(post(served, {**ASKED, "seed": n}) for n in range(5)))
+            assert {content(reply) for reply in replies} == {"one"}
+            assert len(served.sampler.log) == 1
+
+    asyncio.run(test())
+
+
+def test_a_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wire in its own way, while the sampler is at work."""
+    monkeypatch.setattr(server, "STATUS_S", 0.05)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05)
+    wires = {
+        "chat/completions": (ASKED, ": at work"),
+        "messages": (ASKED, "event: ping"),
+        "responses": ({"input": TASK}, "response.in_progress"),
+        "completions": ({"prompt": TASK}, ": at work"),
+    }
+
+    async def test() -> None:
+        async with serving([f"one{END}"], wait_s=0.4) as served:
+            for path, (body, sign) in wires.items():
+                _, text = await post(served, {**body, "stream": True}, path)
+                assert text.count(sign) >= 3, path
+                assert "one" in text.partition(sign)[2]
+
+    asyncio.run(test())
+
+
+# ── plain text ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_plain_text_is_continued_without_a_template() -> None:
+    async def test() -> None:
+        async with serving([f" 42{END}"]) as served:
+            status, text = await post(served, {"prompt": "6*7 ="}, "completions")
+            assert (status, json.loads(text)["choices"][0]["text"]) == (200, " 42")
+            assert served.text(served.sampler.log[0][0]) == "6*7 ="
+            assert (await post(served, {"prompt": ["a", "b"]}, "completions"))[0] == 400
+
+    asyncio.run(test())
+
+
+# ── the end ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_end_is_told_in_words_and_is_not_learned_from() -> None:
+    async def test() -> None:
+        async with serving([f"one{END}"], max_turns=1) as served:
+            assert content(await post(served, ASKED)) == "one"
+            for path, body in (("chat/completions", ASKED), ("messages", ASKED), ("responses", {"input": "more"})):
+                for stream in (False, True):
+                    status, text = await post(served, {**body, "stream": stream}, path)
+                    assert (status, "all of its turns are used" in text) == (200, True)
+            assert (len(served.sampler.log), len(served.samples), served.episode.trajectory.turns) == (1, 1, 1)
+
+    asyncio.run(test())
+
+
+# ── strangers ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_keys_and_paths() -> None:
+    async def test() -> None:
+        async with serving([f"one{END}"]) as served:
+            base = f"http://127.0.0.1:{served.gateway.port}"
+            guesses = (served.key[:-1], f"{served.key}x", "x", "x/v1", "..", "%2e%2e", "")
+            for path in ("", *(f"/s/{guess}" for guess in guesses)):
+                url = f"{base}{path}/v1/chat/completions"
+                assert (await post(served, ASKED, url=url, headers={}))[0] == 401, path
+            for header in ("x" * 32, served.key[:-1], "é"):
+                status, text = await post(served, ASKED, headers={"x-api-key": header})
+                assert (status, served.key in text) == (401, False)
+            for path in ("x", "chat", "chat/completions/x", "../s", "models/../../etc"):
+                assert (await post(served, ASKED, url=f"{served.openai}/{path}"))[0] == 404, path
+            assert content(await post(served, ASKED, url=f"{served.openai}/chat/completions", headers={})) == "one"
+            served.gateway.shut(served.episode)
+            assert (await post(served, ASKED))[0] == 401
+            assert len(served.sampler.log) == 1
+
+    asyncio.run(test())
+
+
+def test_other_episodes_are_not_seen() -> None:
+    """Two at once ask the same; each has what its own sampler drew."""
+
+    async def test() -> None:
+        async with serving([f"mine{END}"], wait_s=0.1) as mine, serving([f"yours{END}"], wait_s=0.1) as yours:
+            variables = mine.gateway.open(yours.episode)
+            headers = {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
+            replies = await asyncio.gather(*(post(mine, ASKED, **more) for more in ({}, {"headers": headers})))
+            assert [content(reply) for reply in replies] == ["mine", "yours"]
+
+    asyncio.run(test())
+
+
+BODIES: dict[str, Any] = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep arguments": {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": '{"a":' * 60 + "1" + "}" * 60}}],
+            },
+            {"role": "user", "content": "x"},
+        ]
+    },
+    "no text": {"messages": [{"role": "user", "content": {"a": 1}}]},
+    "no role": {"messages": [{"content": "x"}]},
+    "messages": {"messages": "hi"},
+    "tools": {**ASKED, "tools": [{"type": "function", "function": {"name": 5}}]},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_that_are_no_requests(name: str) -> None:
+    async def test() -> None:
+        async with serving([f"one{END}"]) as served:
+            status, text = await post(served, BODIES[name])
+            assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+            assert not served.samples
+            assert content(await post(served, ASKED)) == "one"
+
+    asyncio.run(test())
+
+
+def test_what_is_too_big_or_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_S", 0.2)
+
+    async def test() -> None:
+        async with serving([f"one{END}"]) as served:
+            assert (await post(served, b"x" * (server.BODY_BYTES + 1)))[0] == 413
+            head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {served.key}\r\nContent-Length: 100\r\n\r\n{{"
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+            writer.write(head.encode())
+            async with asyncio.timeout(5):
+                assert b" 408 " in await reader.readline()
+            writer.close()
+            half = [await asyncio.open_connection("127.0.0.1", served.gateway.port) for _ in range(50)]
+            assert content(await post(served, ASKED)) == "one"
+            for _, writer in half:
+                writer.close()
+
+    asyncio.run(test())
+
+
+def test_more_connections_than_there_may_be_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 3)
+
+    async def test() -> None:
+        async with serving([f"one{END}"]) as served:
+            open_ = [await asyncio.open_connection("127.0.0.1", served.gateway.port) for _ in range(3)]
+            with pytest.raises(aiohttp.ClientError):
+                await post(served, ASKED)
+            open_[0][1].close()
+            await asyncio.sleep(0.1)
+            assert content(await post(served, ASKED)) == "one"
+            for _, writer in open_:
+                writer.close()
+
+    asyncio.run(test())

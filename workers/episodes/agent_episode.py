@@ -1,0 +1,311 @@
+"""An episode of an agent: its own loop asks for turns, by `client.chat` or by the gateway's addresses, in any order.
+
+What is learned from is settled at the end. Tokens that two samples share are learned from in the first of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+from specs.errors import ModelError
+from specs.schema.environment import EnvironmentSection, StopReason
+from workers.chat.chat_renderer import ChatTemplateError
+from workers.chat.chat_turns import AssistantTurn, ChatTurns
+from workers.environments.environment_pool import Described, Environment, EnvironmentLost
+from workers.episodes.episode import Chats, Draw, Ended, Episode
+from workers.episodes.trajectory import Sample, Task
+from workers.episodes.turn_tree import TreeTurn, TurnTree
+from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, split_thought
+
+_GRACE_S = 10.0  # for a program to end by itself, after it was told that the episode is over
+_OVER: Mapping[str, str] = {
+    "max_turns": "all of its turns are used",
+    "max_tool_calls": "all of its tool calls are used",
+    "context_overflow": "there is no room for another turn",
+    "max_tokens": "the last turn was cut off",
+    "timeout": "its time is used",
+}
+
+
+class Doors(Protocol):
+    """Where agents reach their episodes."""
+
+    def open(self, episode: AgentEpisode) -> Mapping[str, str]:
+        """Let requests come; return the variables that tell an agent where."""
+        ...
+
+    def shut(self, episode: AgentEpisode) -> None:
+        """Let no more requests come."""
+        ...
+
+
+class AgentEpisode(Episode):
+    """An attempt at a task by an agent of the user's."""
+
+    def __init__(
+        self,
+        task: Task,
+        section: EnvironmentSection,
+        described: Described,
+        chats: Chats,
+        draw: Draw,
+        turn_tokens: int,
+        doors: Doors,
+    ) -> None:
+        super().__init__(task, section, described, chats, draw, turn_tokens)
+        self._doors, self.tree = doors, TurnTree(f"{task.group}_{task.rollout}")
+        self._ended: StopReason | None = None  # why the last request was refused
+        self._refused = ""  # the last request that could not be answered, and why
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._limit: asyncio.Timeout | None = None  # of the agent's own time; the sampler's is not counted
+        self._began = self._since = 0.0
+        self._drawing, self._drawing_s = 0, 0.0
+        self._told = asyncio.Event()  # that the episode is over
+
+    # ── the agent ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _attempt(self, environment: Environment) -> StopReason:
+        variables = self._doors.open(self)
+        try:
+            stop = await (self._run_program if self.section.command else self._run_loop)(environment, variables)
+        finally:
+            self._doors.shut(self)
+            for task in self._tasks:
+                task.cancel()
+            self.settle()
+        try:
+            if self.section.command and self.described.gives_reward:
+                self._add_reward(await self._call(environment.reward(self.trajectory.messages)))
+        finally:
+            if self.section.command and self.section.command.keep_cwd:
+                self.trajectory.notes["cwd"] = str(await environment.keep(str(self.task.id)))
+        return stop
+
+    async def _run_loop(self, environment: Environment, variables: Mapping[str, str]) -> StopReason:
+        found = await self._run_agent(environment, variables)
+        self.trajectory.metrics = {name: float(value) for name, value in found.get("metrics", {}).items()}
+        self.settle()
+        self._add_reward(found.get("reward"))
+        return self._ended or "completed"
+
+    async def _run_program(self, environment: Environment, variables: Mapping[str, str]) -> StopReason:
+        watching = asyncio.create_task(self._stop_in_time(environment))
+        try:
+            found = await self._run_agent(environment, variables)
+        finally:
+            watching.cancel()
+        code, last = found["exit_code"], found["output"].rstrip().rpartition("\n")[2]
+        self.trajectory.notes |= {"exit_code": code, "output": found["output"]}
+        said = f"the agent ended with exit code {code}"
+        if not self.tree.turns and self._ended is None:
+            why = f": its request was refused: {self._refused}" if self._refused else " before it asked the model"
+            raise EnvironmentLost("crash", f"{said}{why}{f': {last}' if last and not self._refused else ''}")
+        if code < 0 and self._ended is None:
+            raise EnvironmentLost("crash", f"{said}: it was killed")
+        if self.tree.turns and not self.tree.turns[-1].delivered:
+            raise EnvironmentLost("crash", f"{said}, and had not waited for the model's last reply")
+        return self._ended or "completed"
+
+    async def _stop_in_time(self, environment: Environment) -> None:
+        await self._told.wait()
+        await asyncio.sleep(_GRACE_S)
+        environment.stop_agent()
+
+    async def _run_agent(self, environment: Environment, variables: Mapping[str, str]) -> dict[str, Any]:
+        """Have the agent run to its end. Raises Ended where that takes too long."""
+        loop = asyncio.get_running_loop()
+        self._began = self._since = loop.time()
+        task = {**self.task.values, "messages": [*self.task.messages]}
+        try:
+            async with asyncio.timeout_at(self._began + self.section.episode_timeout_s) as self._limit:
+                return await environment.run_agent(task, self._chat_client, variables)
+        except TimeoutError:
+            raise Ended("timeout") from None
+        finally:
+            until = self._since if self._drawing else loop.time()
+            self.trajectory.environment_s = until - self._began - self._drawing_s
+
+    async def _chat_client(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Answer `client.chat`. Raises Ended where a limit allows no more, or cut the turn off."""
+        turn = self.ask(_requested(request))
+        reply = await asyncio.shield(turn.reply)
+        turn.delivered = True
+        if reply.ended or self._ended == "max_tokens":
+            raise Ended(self._ended or "completed")
+        assert turn.turn is not None
+        return turn.turn.message
+
+    # ── its requests ──────────────────────────────────────────────────────────────────────────────
+
+    def ask(self, request: ChatRequest) -> TreeTurn:
+        """Return the turn that answers a request. Await its `reply` behind a shield: others may wait for it too.
+        Whoever has handed it on to its end sets `delivered`."""
+        turn, new = self.tree.find(request)
+        if new:
+            task = asyncio.create_task(self._answer(turn))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return turn
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the length of the prompt that a request would be. Raises RefusedRequest."""
+        try:
+            return len(self._prompt(self._chats(request.tools), request))
+        except (ModelError, ChatTemplateError) as error:
+            raise RefusedRequest(str(error)) from None
+
+    def note_refusal(self, why: str) -> None:
+        """Note that a request could not be answered, for whoever asks why nothing came of the episode."""
+        self._refused = why
+
+    async def _answer(self, turn: TreeTurn) -> None:
+        try:
+            reply = await self._reply(turn)
+        except Ended as end:
+            self._ended = end.stop
+            self._told.set()
+            self.tree.forget(turn)
+            text = f"The episode is over: {_OVER.get(end.stop, end.stop)}."
+            turn.reply.set_result(ChatReply(turn.id, text, ended=end.stop))
+        except (ModelError, ChatTemplateError, RefusedRequest) as error:
+            self.tree.forget(turn)
+            turn.reply.set_exception(RefusedRequest(str(error)))
+            turn.reply.exception()  # it counts as seen: the client may be gone
+        except BaseException:
+            self.tree.forget(turn)
+            turn.reply.cancel()
+            raise
+        else:
+            turn.reply.set_result(reply)
+            self.tree.drawn(turn, reply)
+
+    async def _reply(self, turn: TreeTurn) -> ChatReply:
+        request = turn.request
+        if self.trajectory.tool_calls > self.section.max_tool_calls:
+            raise Ended("max_tool_calls")
+        chat = self._chats(request.tools)
+        number = self._place(turn, chat)
+        sample = self.trajectory.samples[number]
+        turn.start = len(sample.tokens)
+        self._begin_drawing()
+        try:
+            read, cut_off = await self._turn(chat, number, request.max_tokens)
+        finally:
+            self._end_drawing()
+        self._ended = cut_off
+        turn.sample, turn.end = number, len(sample.tokens)
+        if request.prompt is not None:
+            read = AssistantTurn({"role": "assistant", "content": read.text}, read.text, (), "", read.stop)
+        turn.turn = chat.numbered(read, self.trajectory.tool_calls)
+        self.trajectory.tool_calls += len(read.calls)
+        return self._as_reply(turn, turn.turn)
+
+    def _place(self, turn: TreeTurn, chat: ChatTurns) -> int:
+        """Return the number of the sample that a turn belongs to, with all that stands before it."""
+        parent, samples = turn.parent, self.trajectory.samples
+        if parent is not None and parent.turn is not None:
+            before, replies = parent.request.messages, turn.added
+            if self.section.history == "append":
+                chat.check_history(replies)
+            if chat.keeps(replies):
+                sample, suffix = samples[parent.sample], chat.suffix(before, parent.turn, replies)
+                self._check_limits(parent.end + len(suffix))
+                if len(sample.tokens) == parent.end:
+                    sample.append(suffix)
+                    return parent.sample
+                samples.append(Sample([*sample.tokens[: parent.end], *suffix]))
+                return len(samples) - 1
+        tokens = self._prompt(chat, turn.request)
+        self._check_limits(len(tokens))
+        samples.append(Sample(tokens))
+        return len(samples) - 1
+
+    def _prompt(self, chat: ChatTurns, request: ChatRequest) -> list[int]:
+        if request.prompt is not None:
+            return chat.plain_prompt(request.prompt)
+        # What a client says of itself may hold control tokens; what it has read must not become any.
+        return chat.prompt(request.messages, of_row=int(request.messages[0]["role"] == "system"))
+
+    def _as_reply(self, turn: TreeTurn, read: AssistantTurn) -> ChatReply:
+        thought, content = "", read.message["content"]
+        if turn.request.prompt is None:
+            thought, content = split_thought(content)
+        return ChatReply(
+            id=turn.id,
+            content=content,
+            reasoning=read.message.get("reasoning_content", "") or thought,
+            calls=read.calls,
+            finish="length" if read.stop is None else "stop",
+            prompt_tokens=turn.start,
+            reused_tokens=turn.parent.end if turn.parent and turn.parent.end <= turn.start else 0,
+            completion_tokens=turn.end - turn.start,
+        )
+
+    # ── the sampler's time ────────────────────────────────────────────────────────────────────────
+
+    def _begin_drawing(self) -> None:
+        if not self._drawing:
+            self._since = asyncio.get_running_loop().time()
+            if self._limit is not None:
+                self._limit.reschedule(None)
+        self._drawing += 1
+
+    def _end_drawing(self) -> None:
+        self._drawing -= 1
+        if not self._drawing:
+            self._drawing_s += asyncio.get_running_loop().time() - self._since
+            if self._limit is not None:
+                with suppress(RuntimeError):  # the agent did not wait for it
+                    self._limit.reschedule(self._began + self._drawing_s + self.section.episode_timeout_s)
+
+    # ── what is learned from ──────────────────────────────────────────────────────────────────────
+
+    def settle(self) -> None:
+        """Take off the mask what is not the agent's work at its task, and what nobody has read; keep the conversation
+        that the task ended with."""
+        asked = [str(one["content"]) for one in self.task.messages if one["role"] == "user"]
+        roots = self.tree.main_roots(asked[-1] if asked else "")
+        main = [turn for turn in self.tree.turns if turn.root in roots]
+        notes = self.trajectory.notes
+        for turn in (one for one in self.tree.turns if one.turn is not None):
+            learned = turn.delivered and (self.section.learn_from == "all" or turn in main)
+            if not learned:
+                self.trajectory.samples[turn.sample].mask[turn.start : turn.end] = [0] * (turn.end - turn.start)
+        notes["requests"] = [
+            {
+                "sample": turn.sample,
+                "root": turn.parent is None,
+                "main": turn in main,
+                "wire": turn.request.wire,
+                "tools": len(turn.request.tools),
+                "tokens": turn.end - turn.start,
+                "asked": turn.asked,
+                "delivered": turn.delivered,
+            }
+            for turn in self.tree.turns
+        ]
+        last = next((turn for turn in reversed(main) if turn.turn is not None), None)
+        if last is not None and last.turn is not None:
+            self.trajectory.messages = [*last.request.messages, last.turn.message]
+
+    def _add_reward(self, reward: float | None) -> None:
+        """Credit the agent's last turn at its task."""
+        learned = [n for n, sample in enumerate(self.trajectory.samples) if any(sample.mask)]
+        self.trajectory.add_reward(reward, learned[-1] if learned else -1)
+
+
+def _requested(request: Mapping[str, Any]) -> ChatRequest:
+    """Return the request of `client.chat`. Raises EnvironmentLost for what is none."""
+    messages, most = request["messages"], request["max_tokens"]
+    each = messages if isinstance(messages, list) else []
+    if not each or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in each):
+        raise EnvironmentLost("crash", "client.chat takes a list of messages, each a dict with role and content")
+    if any("content" not in one and one["role"] != "assistant" for one in each):
+        raise EnvironmentLost("crash", "client.chat was given a message without content")
+    if most is not None and (type(most) is not int or most < 1):
+        raise EnvironmentLost("crash", f"client.chat: max_tokens = {most} is no number of tokens")
+    said = tuple({**one, "content": one.get("content") or ""} for one in each)
+    return ChatRequest(messages=said, max_tokens=most or 0, wire="client.chat")

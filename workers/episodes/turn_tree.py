@@ -1,0 +1,119 @@
+"""The turns that an agent had written: which one a request goes on from, and which request was made before.
+
+Agents send the whole conversation with each request. A turn's parent is found by what was said, never by tokens; then
+the tokens that were sampled stand, and only what was added is rendered. A request that goes on from no turn is a root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.chat.chat_turns import AssistantTurn
+from workers.gateway.chat_request import ChatReply, ChatRequest, digests, extended
+
+
+@dataclass(eq=False)
+class TreeTurn:
+    """A turn of the model: what asked for it, where its tokens lie, and whether its reply has arrived."""
+
+    id: str
+    request: ChatRequest
+    digests: Sequence[bytes]
+    parent: TreeTurn | None
+    reply: asyncio.Future[ChatReply]
+    sample: int = -1  # number; -1: nothing was drawn
+    start: int = 0  # of what was sampled, in the sample
+    end: int = 0
+    turn: AssistantTurn | None = None
+    delivered: bool = False
+    asked: int = 1  # times
+    children: list[TreeTurn] = field(default_factory=list)
+
+    @property
+    def root(self) -> TreeTurn:
+        turn = self
+        while turn.parent is not None:
+            turn = turn.parent
+        return turn
+
+    @property
+    def added(self) -> Sequence[Mapping[str, Any]]:
+        """The messages behind the parent's turn."""
+        return self.request.messages[self.kept :]
+
+    @property
+    def kept(self) -> int:
+        """So many of the messages are the parent's, its turn included."""
+        return 0 if self.parent is None else len(self.parent.request.messages) + 1
+
+
+class TurnTree:
+    """All turns of an episode."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._count = name, 0
+        self.turns: list[TreeTurn] = []
+        self._by_request: dict[bytes, list[TreeTurn]] = {}
+        self._by_conversation: dict[bytes, list[TreeTurn]] = {}  # with the turn itself
+
+    def find(self, request: ChatRequest) -> tuple[TreeTurn, bool]:
+        """Return the turn that answers a request, and whether it is new. A request that equals one whose reply has not
+        arrived is the same; one whose reply has arrived asks for another turn."""
+        found = digests(request)
+        for turn in self._by_request.get(found[-1], ()):
+            if not turn.delivered:
+                turn.asked += 1
+                return turn, False
+        self._count += 1
+        reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
+        new = TreeTurn(f"{self._name}_{self._count}", request, found, self._parent(request, found), reply)
+        if new.parent is not None:
+            new.parent.children.append(new)
+        self.turns.append(new)
+        self._by_request.setdefault(found[-1], []).append(new)
+        return new, True
+
+    def forget(self, turn: TreeTurn) -> None:
+        """Drop a turn that could not be drawn: who asks again asks anew."""
+        self.turns.remove(turn)
+        self._by_request[turn.digests[-1]].remove(turn)
+        if turn.parent is not None:
+            turn.parent.children.remove(turn)
+
+    def drawn(self, turn: TreeTurn, reply: ChatReply) -> None:
+        """Note what the model wrote; conversations can go on from it now."""
+        self._by_conversation.setdefault(extended(turn.digests[-1], reply), []).append(turn)
+
+    def _parent(self, request: ChatRequest, found: Sequence[bytes]) -> TreeTurn | None:
+        """Return the last turn of the conversation that was sampled here, where users and tools alone follow it."""
+        for place in range(len(request.messages) - 1, 0, -1):
+            message = request.messages[place - 1]
+            if message["role"] != "assistant":
+                continue
+            turns = self._by_conversation.get(found[place], ())
+            return next((turn for turn in reversed(turns) if _is_turn(message, turn)), None)
+        return None
+
+    # ── what is learned from ──────────────────────────────────────────────────────────────────────
+
+    def main_roots(self, task: str) -> list[TreeTurn]:
+        """Return the roots that are about the task: a user's message holds its text, and no root has more tools. Where
+        a client has written the task anew, those with the most tools."""
+        roots = [turn for turn in self.turns if turn.parent is None]
+        found = [root for root in roots if task in _asked(root.request)] or roots
+        most = max((len(root.request.tools) for root in found), default=0)
+        return [root for root in found if len(root.request.tools) == most]
+
+
+def _is_turn(message: Mapping[str, Any], turn: TreeTurn) -> bool:
+    """Return whether a message is this turn: what the model thought, where a client sends it back, is the same."""
+    thought = message.get("reasoning_content", "")
+    return not thought or thought.strip() == turn.reply.result().reasoning.strip()
+
+
+def _asked(request: ChatRequest) -> str:
+    said = (message["content"] for message in request.messages if message["role"] == "user")
+    return "\0".join(said) if request.prompt is None else request.prompt

@@ -1,0 +1,290 @@
+"""Answer HTTP requests of agents: each for the episode whose key it brings, on loopback, bounded in size and time.
+
+An address is `/s/KEY/v1/...`, or `/v1/...` with the key as `Authorization: Bearer KEY` or `x-api-key`. A reply counts
+as delivered when its last byte has left and the connection was not reset; until then the same request is the same turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from workers.environments.harness import MODEL_NAME
+from workers.gateway.anthropic_messages import AnthropicMessages
+from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest
+from workers.gateway.openai_chat import OpenAIChat
+from workers.gateway.openai_completions import OpenAICompletions
+from workers.gateway.openai_responses import OpenAIResponses
+from workers.gateway.wire import Wire
+
+BODY_BYTES = 8 << 20  # of a request
+BODY_S = 30.0  # in which it must have come
+KEEP_ALIVE_S = 3.0
+STATUS_S = 20.0  # until a stream begins, errors can still be told by status, which clients retry
+CONNECTIONS = 4096
+
+WIRES: Mapping[str, Wire] = {
+    "chat/completions": OpenAIChat(),
+    "messages": AnthropicMessages(),
+    "responses": OpenAIResponses(),
+    "completions": OpenAICompletions(),
+}
+
+
+class Turn(Protocol):
+    """A turn on its way."""
+
+    id: str
+    reply: asyncio.Future[ChatReply]
+    delivered: bool
+
+
+class Conversations(Protocol):
+    """Stand behind a key: an episode."""
+
+    def ask(self, request: ChatRequest) -> Turn:
+        """Return the turn that answers a request."""
+        ...
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the length of a request's prompt. Raises RefusedRequest."""
+        ...
+
+    def note_refusal(self, why: str) -> None:
+        """Note that a request could not be answered."""
+        ...
+
+
+class Gateway:
+    """A server in this thread's event loop."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """`port`: 0 for a free one."""
+        self._host, self.port = host, port
+        self._open: dict[str, Conversations] = {}  # by key
+        self._runner: web.ServerRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises OSError where the port is taken."""
+        self._runner = web.ServerRunner(_Server(self._handle), handle_signals=False, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening, and cut what is open."""
+        self._open.clear()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, episode: Conversations, key: str = "") -> dict[str, str]:
+        """Let requests for an episode come; return the variables that tell clients where. `key`: a new one without."""
+        key = key or secrets.token_urlsafe(24)
+        self._open[key] = episode
+        base = f"http://{self._host}:{self.port}/s/{key}"
+        return {
+            "OPENAI_BASE_URL": f"{base}/v1",
+            "OPENAI_API_BASE": f"{base}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": base,
+            "ANTHROPIC_API_KEY": key,
+        }
+
+    def shut(self, episode: Conversations) -> None:
+        """Refuse its key from now on."""
+        self._open = {key: one for key, one in self._open.items() if one is not episode}
+
+    def episode_of(self, key: str) -> Conversations | None:
+        """Return what a key opens."""
+        return self._open.get(key)
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path, key = _parts(request)
+        if request.method == "HEAD" or (request.method == "GET" and path == ""):
+            return web.Response(status=200 if path == "" or key else 404)
+        wire = WIRES.get(path.removesuffix("/count_tokens"), WIRES["chat/completions"])
+        if (episode := self.episode_of(key)) is None:
+            return _refusal(wire, 401, "the key opens no episode, or one that is over")
+        if path == "models" and request.method == "GET":
+            model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "rlctl", "type": "model"}
+            return _json({"object": "list", "data": [model], "has_more": False})
+        if path not in WIRES and path != "messages/count_tokens":
+            return _refusal(wire, 404, f"there is no /v1/{path}; there are {', '.join(WIRES)} and models")
+        if request.method != "POST":
+            return _refusal(wire, 405, f"/v1/{path} takes POST")
+        try:
+            asked = wire.read(await _body(request))
+            if path == "messages/count_tokens":
+                return _json({"input_tokens": episode.count_tokens(asked)})
+            return await self._reply(request, wire, episode, asked)
+        except RefusedRequest as error:
+            episode.note_refusal(str(error))
+            return _refusal(wire, 400, str(error))
+        except web.HTTPException as error:
+            return _refusal(wire, error.status, error.text or error.reason)
+
+    async def _reply(
+        self, request: web.BaseRequest, wire: Wire, episode: Conversations, asked: ChatRequest
+    ) -> web.StreamResponse:
+        turn = episode.ask(asked)
+        with _delivery(request, turn) as delivery:
+            if asked.stream:
+                return await self._stream(request, wire, turn, asked, delivery)
+            reply = await _wait(turn)
+            response = _json(wire.write(reply, asked))
+            await response.prepare(request)
+            await response.write_eof()
+            delivery.done()
+            return response
+
+    async def _stream(
+        self, request: web.BaseRequest, wire: Wire, turn: Turn, asked: ChatRequest, delivery: _Delivery
+    ) -> web.StreamResponse:
+        """Write a reply as events: with signs of life until it is there, then all at once."""
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        timeout = STATUS_S
+        while not turn.reply.done():
+            await asyncio.wait({turn.reply}, timeout=timeout)
+            if turn.reply.done():
+                break
+            if not response.prepared:
+                await response.prepare(request)
+                await response.write(wire.begin(turn.id, asked))
+            await response.write(wire.keep_alive(turn.id, asked))
+            timeout = KEEP_ALIVE_S
+        try:
+            reply = await _wait(turn)
+        except RefusedRequest as error:
+            if not response.prepared:
+                raise
+            await response.write(wire.error_event(str(error)))
+            return response
+        begun = b"" if response.prepared else wire.begin(turn.id, asked)
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(begun + b"".join(wire.events(reply, asked)))
+        await response.write_eof()
+        delivery.done()
+        return response
+
+
+async def _wait(turn: Turn) -> ChatReply:
+    """Return a turn's reply. A client that leaves does not break it off. Raises RefusedRequest."""
+    try:
+        return await asyncio.shield(turn.reply)
+    except asyncio.CancelledError:
+        if turn.reply.cancelled():
+            raise RefusedRequest("the episode is over") from None
+        raise
+
+
+def _parts(request: web.BaseRequest) -> tuple[str, str]:
+    """Return what is asked for, without `/v1/`, and the key."""
+    parts = [unquote(part) for part in request.rel_url.raw_path.split("/")[1:]]
+    header = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    key = header or request.headers.get("x-api-key", "")
+    if parts[0] == "s" and len(parts) > 1:
+        key, parts = parts[1], parts[2:]
+    if parts[:1] == ["v1"]:
+        parts = parts[1:]
+    return "/".join(part for part in parts if part), key
+
+
+async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
+    """Return the JSON object that a request holds. Raises RefusedRequest and HTTPException."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body took longer than {BODY_S:g} s") from None
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise RefusedRequest("the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise RefusedRequest("the body is no JSON object")
+    return body
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
+    raw = json.dumps(body, ensure_ascii=False).encode(errors="replace")
+    return web.Response(body=raw, status=status, content_type="application/json")
+
+
+def _refusal(wire: Wire, status: int, message: str) -> web.Response:
+    return _json(wire.error(status, message), status)
+
+
+# ── delivery ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Delivery:
+    """The way of a reply to a client."""
+
+    def __init__(self, connection: _Connection, turn: Turn) -> None:
+        self._connection, self._turn = connection, turn
+
+    def done(self) -> None:
+        """Note that its last byte has left; a reset of the connection takes that back."""
+        if not self._connection.lost:
+            self._turn.delivered = True
+            self._connection.last = self._turn
+
+
+@contextmanager
+def _delivery(request: web.BaseRequest, turn: Turn) -> Iterator[_Delivery]:
+    connection = request.protocol
+    assert isinstance(connection, _Connection)
+    connection.last = None
+    yield _Delivery(connection, turn)
+
+
+class _Connection(RequestHandler):
+    """A connection that knows whether its last reply was read."""
+
+    open = 0  # of all
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last: Turn | None = None  # whose reply was the last to leave
+        self.lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        _Connection.open += 1
+        if _Connection.open > CONNECTIONS:
+            transport.abort()  # type: ignore[attr-defined]
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        _Connection.open -= 1
+        self.lost = True
+        if exc is not None and self.last is not None:
+            self.last.delivered = False
+
+
+class _Server(web.Server):
+    """aiohttp's server, with connections of ours."""
+
+    def __init__(self, handler: Any) -> None:
+        super().__init__(handler, request_factory=_request, handler_cancellation=True, access_log=None)
+
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=BODY_BYTES)

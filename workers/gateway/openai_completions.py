@@ -1,0 +1,62 @@
+"""OpenAI's completions of plain text: `POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, tokens_of
+from workers.gateway.openai_chat import openai_error
+from workers.gateway.wire import data_event
+
+
+class OpenAICompletions:
+    """Text that the model goes on with; no chat template is used."""
+
+    name = "completions"
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            (prompt,) = prompt
+        if not isinstance(prompt, str) or not prompt:
+            raise RefusedRequest("prompt must be one text: ask once for each prompt")
+        for key, plain in (("n", 1), ("best_of", 1), ("echo", False), ("suffix", None)):
+            if body.get(key) not in (None, plain):
+                raise RefusedRequest(f"{key} = {body[key]} is not supported")
+        return ChatRequest(
+            prompt=prompt,
+            max_tokens=tokens_of(body.get("max_tokens"), "max_tokens"),
+            stream=bool(body.get("stream")),
+            usage=True,
+            model=str(body.get("model", "")),
+            wire=self.name,
+        )
+
+    def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
+        total = reply.prompt_tokens + reply.completion_tokens
+        usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
+        return {**_body(reply.id, request, reply.content, reply.finish), "usage": {**usage, "total_tokens": total}}
+
+    def begin(self, id_: str, request: ChatRequest) -> bytes:
+        return b""
+
+    def keep_alive(self, id_: str, request: ChatRequest) -> bytes:
+        return b": at work\n\n"
+
+    def events(self, reply: ChatReply, request: ChatRequest) -> Iterator[bytes]:
+        yield data_event(self.write(reply, request))
+        yield b"data: [DONE]\n\n"
+
+    def error(self, status: int, message: str) -> dict[str, Any]:
+        return openai_error(status, message)
+
+    def error_event(self, message: str) -> bytes:
+        return data_event(openai_error(500, message))
+
+
+def _body(id_: str, request: ChatRequest, text: str, finish: str | None) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
+    head = {"id": f"cmpl-{id_}", "object": "text_completion", "created": int(time.time()), "model": request.model}
+    return {**head, "choices": [choice]}

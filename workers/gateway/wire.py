@@ -1,0 +1,49 @@
+"""One of the forms in which clients ask for a turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from workers.gateway.chat_request import ChatReply, ChatRequest
+
+
+class Wire(Protocol):
+    """Reads requests and writes replies in one form. A reply that is streamed is finished text, written as events."""
+
+    name: str
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Return the request that a body of JSON holds. Raises RefusedRequest."""
+        ...
+
+    def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
+        """Return a reply as JSON."""
+        ...
+
+    def begin(self, id_: str, request: ChatRequest) -> bytes:
+        """Return the events that a client waits for before there is any text."""
+        ...
+
+    def keep_alive(self, id_: str, request: ChatRequest) -> bytes:
+        """Return an event that says no more than that the model is at work."""
+        ...
+
+    def events(self, reply: ChatReply, request: ChatRequest) -> Iterator[bytes]:
+        """Yield the events of a whole reply, which follow those of `begin`."""
+        ...
+
+    def error(self, status: int, message: str) -> dict[str, Any]:
+        """Return an error as JSON."""
+        ...
+
+    def error_event(self, message: str) -> bytes:
+        """Return an error as the last event of a stream."""
+        ...
+
+
+def data_event(body: Mapping[str, Any], name: str = "") -> bytes:
+    """Return a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode(errors="replace")
