@@ -135,8 +135,8 @@ def degree_of(case: str) -> int:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
 def test_training_is_that_of_one_rank(root: Path, case: str) -> None:
-    """Losses, gradient norms, log-probs or values, and weights over six steps, one of them with a rank that has nothing
-    to do and one with far more micro-batches on one rank than on the others; after a step that all skip."""
+    """Losses, gradient norms, log-probs or values, and weights over four steps, one of them with a rank that has
+    nothing to do and one with far more micro-batches on one rank than on the others; after a step that all skip."""
     ours, one = outcome(root, case), reference(root, case)
     uneven = [rank["history"][UNEVEN_STEP]["micro_batches"] for rank in ours.ranks]
     if degree_of(case) == 1:

@@ -5,6 +5,7 @@ Jobs: those of `sharded_worker.run`, or a family's model: what is read is export
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -168,10 +169,27 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
+def forget_groups() -> None:
+    """Megatron-core drops its groups when it makes others, but torch keeps them, and each has three threads: without
+    this, the twentieth engine has a thousand of them beside it, and most of the time is theirs."""
+    from megatron.core import parallel_state
+    from torch.distributed import distributed_c10d as c10d
+
+    if not torch.distributed.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    torch.distributed.barrier()
+    for group in [*c10d._world.pg_map]:
+        if group is not c10d.GroupMember.WORLD:
+            torch.distributed.destroy_process_group(group)
+
+
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
     for job in given["jobs"]:
+        forget_groups()
         if "family" in job:
             read_family(job, rank)
             continue

@@ -146,8 +146,8 @@ MEGATRON_ON_GPU: dict[str, dict[str, Any]] = {
     "fused layers": {"engine": MegatronTable(megatron=FUSED_NORMS), **GPU_BF16},
     "layers by themselves": {"engine": MegatronTable(), **GPU_BF16},
 }
-STEPS = 5
-EMPTY_STEP, UNEVEN_STEP = 3, 2
+STEPS = 3
+EMPTY_STEP, UNEVEN_STEP = 1, 2
 LOSS = {"corrected": True, "kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "seq-mean-token-mean"}
 
 

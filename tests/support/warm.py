@@ -44,7 +44,8 @@ REPO = Path(__file__).resolve().parents[2]
 PATCHES = "# It patches modules, whether they are imported already or not.\n"
 # Modules that may run in a fork. Others, and interpreters and sitecustomize files of a test's own, are really started.
 TORCHRUN = ("torch.distributed.run", "backends.torchrun")
-MODULES = ("rlctl", "workers.main", "workers.offline.", *TORCHRUN, "sglang.launch_server")
+SGLANG = ("backends.sglang_rollout.server_process", "sglang.launch_server")  # the first becomes the second by exec
+MODULES = ("rlctl", "workers.main", "workers.offline.", *TORCHRUN, *SGLANG)
 IMPORTED = (
     "transformers.models.qwen2.modeling_qwen2",
     "backends.torchrun",
@@ -265,6 +266,8 @@ def become(
         if words[0] == "-m" and words[1] in ("rlctl", *TORCHRUN):
             _open_nursery()
         if words[0] == "-m":
+            if words[1] == SGLANG[0]:
+                os.execv = _go_on_as
             sys.argv = words[1:]
             sys.path.insert(0, os.getcwd())
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -287,6 +290,12 @@ def become(
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def _go_on_as(_: object, command: Sequence[str]) -> None:
+    """Do in this process what the module of an exec'd `python -m` does."""
+    sys.argv = list(command[2:])
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 
 
 _nursery: Warm | None = None  # of a process that starts others: forked from it before it has threads

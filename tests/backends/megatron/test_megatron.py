@@ -113,7 +113,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", [*IN_FP32, *FOUR])
 def test_training_is_that_of_ddp(root: Path, case: str) -> None:
-    """Six steps, one of them with data ranks that have nothing, after a step that all skip. Rounding differs: queries,
+    """Four steps, one of them with data ranks that have nothing, after a step that all skip. Rounding differs: queries,
     keys and values are one multiplication here, and three there."""
     check_training(outcome(root, case), outcome(root, "one rank critic" if "critic" in case else "one rank"))
 
