@@ -49,10 +49,13 @@ def _row(sample: dict[str, Any]) -> str:
     terms = terms if isinstance(terms, list) else []
     values = [number(float(term)) for term in terms if isinstance(term, int | float)]
     pieces = sample.get("pieces")
+    wrote = (
+        _episode(pieces) if isinstance(pieces, list) else _text(sample.get("completion_raw", sample.get("completion")))
+    )
     cells = (
         html(sample.get("step", "")),
         _text(sample.get("prompt")),
-        _episode(pieces) if isinstance(pieces, list) else _text(sample.get("completion_raw", sample.get("completion"))),
+        wrote + _requests(sample.get("requests")),
         html(str(sample.get("stop", end)).replace("_", " ")),
         _text(sample.get("answer")),
         score if graded else "not graded",
@@ -78,6 +81,27 @@ def _episode(pieces: Sequence[Any]) -> str:
             shown.append(" …")
             break
     return f"<pre>{''.join(shown)}</pre>"
+
+
+def _requests(asked: object) -> str:
+    """Show what an agent asked in its episode: which sample each turn is in, and what is not learned from."""
+    if not isinstance(asked, list) or not asked:
+        return ""
+    marks = (
+        ("root", "a new conversation"),
+        ("left_out", "not learned from"),
+        ("undelivered", "nobody has read it"),
+    )
+    lines = []
+    for one in asked:
+        found = {**one, "left_out": not one["learned"], "undelivered": not one["delivered"]}
+        said = [words for name, words in marks if found[name]]
+        said += [f"asked {one['asked']} times"] if one["asked"] > 1 else []
+        about = f"{one['wire']}: {one['tokens']} tokens of sample {one['sample']}, {one['tools']} tools"
+        lines.append(", ".join([about, *said]))
+    left = sum(not one["learned"] for one in asked)
+    head = f"{len(asked)} requests" + (f", {left} not learned from" if left else "")
+    return f"<details><summary>{head}</summary><pre>{html(chr(10).join(lines))}</pre></details>"
 
 
 def _text(text: object) -> str:

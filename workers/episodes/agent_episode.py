@@ -269,21 +269,20 @@ class AgentEpisode(Episode):
         asked = [str(one["content"]) for one in self.task.messages if one["role"] == "user"]
         roots = self.tree.main_roots(asked[-1] if asked else "")
         main = [turn for turn in self.tree.turns if turn.root in roots]
-        notes = self.trajectory.notes
-        for turn in (one for one in self.tree.turns if one.turn is not None):
-            learned = turn.delivered and (self.section.learn_from == "all" or turn in main)
-            if not learned:
+        for turn in self.tree.turns:
+            turn.learned = turn.delivered and (self.section.learn_from == "all" or turn in main)
+            if turn.turn is not None and not turn.learned:
                 self.trajectory.samples[turn.sample].mask[turn.start : turn.end] = [0] * (turn.end - turn.start)
-        notes["requests"] = [
+        self.trajectory.notes["requests"] = [
             {
-                "sample": turn.sample,
-                "root": turn.parent is None,
-                "main": turn in main,
                 "wire": turn.request.wire,
-                "tools": len(turn.request.tools),
+                "sample": turn.sample,
                 "tokens": turn.end - turn.start,
+                "tools": len(turn.request.tools),
+                "root": turn.parent is None,
                 "asked": turn.asked,
                 "delivered": turn.delivered,
+                "learned": turn.learned,
             }
             for turn in self.tree.turns
         ]

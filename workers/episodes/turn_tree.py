@@ -29,6 +29,7 @@ class TreeTurn:
     end: int = 0
     turn: AssistantTurn | None = None
     delivered: bool = False
+    learned: bool = False
     asked: int = 1  # times
     children: list[TreeTurn] = field(default_factory=list)
 

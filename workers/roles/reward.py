@@ -246,7 +246,8 @@ class Reward:
                 texts = self._codec.decode([[tokens[at]] for at in places], special_tokens=True)
                 piece["tokens"] = [[text, round(logprobs[at], 4)] for text, at in zip(texts, places, strict=True)]
             pieces.append(piece)
-        return {"stop": episode["stop"], "environment_reward": episode["reward"], "pieces": pieces}
+        asked = {"requests": episode["requests"]} if "requests" in episode else {}
+        return {"stop": episode["stop"], "environment_reward": episode["reward"], "pieces": pieces, **asked}
 
     def handlers(self) -> Mapping[Verb, Handler]:
         verbs: Mapping[Verb, TypedHandler] = {

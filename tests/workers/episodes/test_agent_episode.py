@@ -198,7 +198,7 @@ def test_titles_and_memories_are_not_the_agents_work(learn_from: str, learned: l
             trajectory = served.episode.trajectory
             assert trajectory.messages[-1]["content"] == "42."
             notes = trajectory.record()["requests"]
-            assert [note["main"] for note in notes] == [False, True, False]
+            assert [note["learned"] for note in notes] == [learn_from == "all", True, learn_from == "all"]
 
     asyncio.run(test())
 
