@@ -45,7 +45,7 @@ MESSAGES = {
 }
 PATTERNS = {
     "name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
-    **dict.fromkeys(("path", "agent", "advantage_function", "loss_function"), "the form file.py:name"),
+    **dict.fromkeys(("path", "agent", "reward", "advantage_function", "loss_function"), "the form file.py:name"),
 }
 
 
