@@ -87,18 +87,16 @@ def _requests(asked: object) -> str:
     """Show what an agent asked in its episode: which sample each turn is in, and what is not learned from."""
     if not isinstance(asked, list) or not asked:
         return ""
-    marks = (
-        ("root", "a new conversation"),
-        ("left_out", "not learned from"),
-        ("undelivered", "nobody has read it"),
-    )
     lines = []
     for one in asked:
-        found = {**one, "left_out": not one["learned"], "undelivered": not one["delivered"]}
-        said = [words for name, words in marks if found[name]]
-        said += [f"asked {one['asked']} times"] if one["asked"] > 1 else []
+        marks = {
+            "a new conversation": one["root"],
+            "not learned from": not one["learned"],
+            "nobody has read it": not one["delivered"],
+            f"asked {one['asked']} times": one["asked"] > 1,
+        }
         about = f"{one['wire']}: {one['tokens']} tokens of sample {one['sample']}, {one['tools']} tools"
-        lines.append(", ".join([about, *said]))
+        lines.append(", ".join([about, *(mark for mark, holds in marks.items() if holds)]))
     left = sum(not one["learned"] for one in asked)
     head = f"{len(asked)} requests" + (f", {left} not learned from" if left else "")
     return f"<details><summary>{head}</summary><pre>{html(chr(10).join(lines))}</pre></details>"

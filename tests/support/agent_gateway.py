@@ -105,7 +105,7 @@ class Served:
         return texts(self.sampler.model)[0].decode([tokens], special_tokens=True)[0]
 
     def written(self, sample: Sample) -> str:
-        """What of a sample is on the loss mask."""
+        """Return the text of a sample that is on the loss mask."""
         return self.text([token for token, mask in zip(sample.tokens, sample.mask, strict=True) if mask])
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.errors import RewardError
-from workers.environments.harness import MODEL_NAME, HarnessRun
+from workers.environments.harness import MODEL_NAME, HarnessRun, prompt_of
 from workers.environments.loaded import Loaded, add_tool, keywords
 from workers.environments.mcp_tools import server_tools
 from workers.environments.replies import (
@@ -226,8 +226,7 @@ class Session:
 
     def _run_harness(self, task: Mapping[str, Any], variables: Mapping[str, str], folder: str) -> dict[str, Any]:
         assert self._loaded.harness is not None
-        asked = [str(one["content"]) for one in task["messages"] if one["role"] == "user"]
-        known = {"prompt": asked[-1] if asked else "", "spec_dir": str(Path(self._base).resolve())}
+        known = {"prompt": prompt_of(task["messages"]), "spec_dir": str(Path(self._base).resolve())}
         known |= {"model": MODEL_NAME, "base_url": variables["OPENAI_BASE_URL"], "key": variables["OPENAI_API_KEY"]}
         self._harness = HarnessRun(self._loaded.harness, Path(folder), self._base, {**task, **known})
         self._loop.add_reader(self._pipe.end, self._stop_harness)

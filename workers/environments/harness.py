@@ -23,6 +23,11 @@ _KEPT = re.compile(r"PATH|LANG|LC_\w+|TZ|SSL_CERT_\w+")
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
 
 
+def prompt_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return what `{prompt}` stands for: the text of the user's last message."""
+    return next((str(one["content"]) for one in reversed(messages) if one["role"] == "user"), "")
+
+
 @dataclass(frozen=True)
 class Harness:
     """Describe the program, and the function that gives its reward."""

@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
-from specs.schema.environment import EnvironmentSection, StopReason
+from specs.schema.environment import AgentCommand, EnvironmentSection, StopReason
 from workers.chat.chat_renderer import ChatTemplateError
 from workers.chat.chat_turns import AssistantTurn, ChatTurns
 from workers.environments.environment_pool import Described, Environment, EnvironmentLost
+from workers.environments.harness import prompt_of
 from workers.episodes.episode import Chats, Draw, Ended, Episode
-from workers.episodes.trajectory import Sample, Task
+from workers.episodes.trajectory import Task
 from workers.episodes.turn_tree import TreeTurn, TurnTree
 from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, split_thought
+
+if TYPE_CHECKING:
+    from workers.gateway.gateway_server import Gateway
 
 _GRACE_S = 10.0  # for a program to end by itself, after it was told that the episode is over
 _OVER: Mapping[str, str] = {
@@ -28,18 +32,6 @@ _OVER: Mapping[str, str] = {
     "max_tokens": "the last turn was cut off",
     "timeout": "its time is used",
 }
-
-
-class Doors(Protocol):
-    """Where agents reach their episodes."""
-
-    def open(self, episode: AgentEpisode) -> Mapping[str, str]:
-        """Let requests come; return the variables that tell an agent where."""
-        ...
-
-    def shut(self, episode: AgentEpisode) -> None:
-        """Let no more requests come."""
-        ...
 
 
 class AgentEpisode(Episode):
@@ -53,10 +45,10 @@ class AgentEpisode(Episode):
         chats: Chats,
         draw: Draw,
         turn_tokens: int,
-        doors: Doors,
+        gateway: Gateway,
     ) -> None:
         super().__init__(task, section, described, chats, draw, turn_tokens)
-        self._doors, self.tree = doors, TurnTree(f"{task.group}_{task.rollout}")
+        self._gateway, self.tree = gateway, TurnTree(f"{task.group}_{task.rollout}")
         self._ended: StopReason | None = None  # why the last request was refused
         self._refused = ""  # the last request that could not be answered, and why
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,35 +60,34 @@ class AgentEpisode(Episode):
     # ── the agent ─────────────────────────────────────────────────────────────────────────────────
 
     async def _attempt(self, environment: Environment) -> StopReason:
-        variables = self._doors.open(self)
-        try:
-            stop = await (self._run_program if self.section.command else self._run_loop)(environment, variables)
-        finally:
-            self._doors.shut(self)
-            for task in self._tasks:
-                task.cancel()
-            self.settle()
-        try:
-            if self.section.command and self.described.gives_reward:
-                self._add_reward(await self._call(environment.reward(self.trajectory.messages)))
-        finally:
-            if self.section.command and self.section.command.keep_cwd:
-                self.trajectory.notes["cwd"] = str(await environment.keep(str(self.task.id)))
-        return stop
-
-    async def _run_loop(self, environment: Environment, variables: Mapping[str, str]) -> StopReason:
-        found = await self._run_agent(environment, variables)
-        self.trajectory.metrics = {name: float(value) for name, value in found.get("metrics", {}).items()}
-        self.settle()
-        self._add_reward(found.get("reward"))
-        return self._ended or "completed"
-
-    async def _run_program(self, environment: Environment, variables: Mapping[str, str]) -> StopReason:
-        watching = asyncio.create_task(self._stop_in_time(environment))
+        variables = self._gateway.open(self)
+        watching = asyncio.create_task(self._stop_in_time(environment)) if self.section.command else None
         try:
             found = await self._run_agent(environment, variables)
         finally:
-            watching.cancel()
+            self._gateway.shut(self)
+            for task in (*self._tasks, *([watching] if watching else [])):
+                task.cancel()
+            self.settle()
+        if self.section.command:
+            self._check_program(found)
+            await self._grade(environment, self.section.command)
+        else:
+            self.trajectory.metrics = {name: float(value) for name, value in found.get("metrics", {}).items()}
+            self._add_reward(found.get("reward"))
+        return self._ended or "completed"
+
+    async def _grade(self, environment: Environment, command: AgentCommand) -> None:
+        """Have a program's reward given, and its working directory kept where the spec asks for it."""
+        try:
+            if self.described.gives_reward:
+                self._add_reward(await self._call(environment.reward(self.trajectory.messages)))
+        finally:
+            if command.keep_cwd:
+                self.trajectory.notes["cwd"] = str(await environment.keep(str(self.task.id)))
+
+    def _check_program(self, found: Mapping[str, Any]) -> None:
+        """Keep what a program left. Raises EnvironmentLost where it gave up."""
         code, last = found["exit_code"], found["output"].rstrip().rpartition("\n")[2]
         self.trajectory.notes |= {"exit_code": code, "output": found["output"]}
         said = f"the agent ended with exit code {code}"
@@ -107,7 +98,6 @@ class AgentEpisode(Episode):
             raise EnvironmentLost("crash", f"{said}: it was killed")
         if self.tree.turns and not self.tree.turns[-1].delivered:
             raise EnvironmentLost("crash", f"{said}, and had not waited for the model's last reply")
-        return self._ended or "completed"
 
     async def _stop_in_time(self, environment: Environment) -> None:
         await self._told.wait()
@@ -205,23 +195,19 @@ class AgentEpisode(Episode):
 
     def _place(self, turn: TreeTurn, chat: ChatTurns) -> int:
         """Return the number of the sample that a turn belongs to, with all that stands before it."""
-        parent, samples = turn.parent, self.trajectory.samples
+        parent = turn.parent
         if parent is not None and parent.turn is not None:
             before, replies = parent.request.messages, turn.added
             if self.section.history == "append":
                 chat.check_history(replies)
             if chat.keeps(replies):
-                sample, suffix = samples[parent.sample], chat.suffix(before, parent.turn, replies)
+                sample, suffix = self.trajectory.samples[parent.sample], chat.suffix(before, parent.turn, replies)
+                if len(sample.tokens) > parent.end:
+                    return self._begin([*sample.tokens[: parent.end], *suffix])
                 self._check_limits(parent.end + len(suffix))
-                if len(sample.tokens) == parent.end:
-                    sample.append(suffix)
-                    return parent.sample
-                samples.append(Sample([*sample.tokens[: parent.end], *suffix]))
-                return len(samples) - 1
-        tokens = self._prompt(chat, turn.request)
-        self._check_limits(len(tokens))
-        samples.append(Sample(tokens))
-        return len(samples) - 1
+                sample.append(suffix)
+                return parent.sample
+        return self._begin(self._prompt(chat, turn.request))
 
     def _prompt(self, chat: ChatTurns, request: ChatRequest) -> list[int]:
         if request.prompt is not None:
@@ -266,8 +252,7 @@ class AgentEpisode(Episode):
     def settle(self) -> None:
         """Take off the mask what is not the agent's work at its task, and what nobody has read; keep the conversation
         that the task ended with."""
-        asked = [str(one["content"]) for one in self.task.messages if one["role"] == "user"]
-        roots = self.tree.main_roots(asked[-1] if asked else "")
+        roots = self.tree.main_roots(prompt_of(self.task.messages))
         main = [turn for turn in self.tree.turns if turn.root in roots]
         for turn in self.tree.turns:
             turn.learned = turn.delivered and (self.section.learn_from == "all" or turn in main)

@@ -171,7 +171,10 @@ class Episode:
 
     def _branch(self, messages: Sequence[Message]) -> int:
         """Begin a sample with a conversation; return its number."""
-        tokens = self._chat.prompt(messages, of_row=self._of_row)
+        return self._begin(self._chat.prompt(messages, of_row=self._of_row))
+
+    def _begin(self, tokens: list[int]) -> int:
+        """Begin a sample; return its number."""
         self._check_limits(len(tokens))
         self.trajectory.samples.append(Sample(tokens))
         return len(self.trajectory.samples) - 1

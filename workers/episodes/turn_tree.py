@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from workers.chat.chat_turns import AssistantTurn
@@ -31,7 +31,6 @@ class TreeTurn:
     delivered: bool = False
     learned: bool = False
     asked: int = 1  # times
-    children: list[TreeTurn] = field(default_factory=list)
 
     @property
     def root(self) -> TreeTurn:
@@ -43,12 +42,7 @@ class TreeTurn:
     @property
     def added(self) -> Sequence[Mapping[str, Any]]:
         """The messages behind the parent's turn."""
-        return self.request.messages[self.kept :]
-
-    @property
-    def kept(self) -> int:
-        """So many of the messages are the parent's, its turn included."""
-        return 0 if self.parent is None else len(self.parent.request.messages) + 1
+        return self.request.messages[0 if self.parent is None else len(self.parent.request.messages) + 1 :]
 
 
 class TurnTree:
@@ -71,8 +65,6 @@ class TurnTree:
         self._count += 1
         reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
         new = TreeTurn(f"{self._name}_{self._count}", request, found, self._parent(request, found), reply)
-        if new.parent is not None:
-            new.parent.children.append(new)
         self.turns.append(new)
         self._by_request.setdefault(found[-1], []).append(new)
         return new, True
@@ -81,8 +73,6 @@ class TurnTree:
         """Drop a turn that could not be drawn: who asks again asks anew."""
         self.turns.remove(turn)
         self._by_request[turn.digests[-1]].remove(turn)
-        if turn.parent is not None:
-            turn.parent.children.remove(turn)
 
     def drawn(self, turn: TreeTurn, reply: ChatReply) -> None:
         """Note what the model wrote; conversations can go on from it now."""

@@ -43,10 +43,6 @@ class AnthropicMessages:
                 if "input_schema" in tool  # others are run by the provider
             ),
             max_tokens=tokens_of(body.get("max_tokens"), "max_tokens"),
-            stream=bool(body.get("stream")),
-            usage=True,
-            model=str(body.get("model", "")),
-            wire=self.name,
         )
 
     def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:

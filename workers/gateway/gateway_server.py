@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -25,6 +25,7 @@ from workers.gateway.openai_completions import OpenAICompletions
 from workers.gateway.openai_responses import OpenAIResponses
 from workers.gateway.wire import Wire
 
+HOST = "127.0.0.1"
 BODY_BYTES = 8 << 20  # of a request
 BODY_S = 30.0  # in which it must have come
 KEEP_ALIVE_S = 3.0
@@ -66,18 +67,16 @@ class Conversations(Protocol):
 class Gateway:
     """A server in this thread's event loop."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """`port`: 0 for a free one."""
-        self._host, self.port = host, port
+    def __init__(self) -> None:
+        self.port = 0  # until it listens
         self._open: dict[str, Conversations] = {}  # by key
         self._runner: web.ServerRunner | None = None
 
     async def start(self) -> None:
-        """Listen. Raises OSError where the port is taken."""
+        """Listen on a free port."""
         self._runner = web.ServerRunner(_Server(self._handle), handle_signals=False, shutdown_timeout=0.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port, reuse_address=True)
-        await site.start()
+        await web.TCPSite(self._runner, HOST, 0).start()
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -86,11 +85,11 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, episode: Conversations, key: str = "") -> dict[str, str]:
-        """Let requests for an episode come; return the variables that tell clients where. `key`: a new one without."""
-        key = key or secrets.token_urlsafe(24)
+    def open(self, episode: Conversations) -> dict[str, str]:
+        """Let requests for an episode come; return the variables that tell clients where, and its key."""
+        key = secrets.token_urlsafe(24)
         self._open[key] = episode
-        base = f"http://{self._host}:{self.port}/s/{key}"
+        base = f"http://{HOST}:{self.port}/s/{key}"
         return {
             "OPENAI_BASE_URL": f"{base}/v1",
             "OPENAI_API_BASE": f"{base}/v1",
@@ -103,10 +102,6 @@ class Gateway:
         """Refuse its key from now on."""
         self._open = {key: one for key, one in self._open.items() if one is not episode}
 
-    def episode_of(self, key: str) -> Conversations | None:
-        """Return what a key opens."""
-        return self._open.get(key)
-
     # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -114,17 +109,19 @@ class Gateway:
         if request.method == "HEAD" or (request.method == "GET" and path == ""):
             return web.Response(status=200 if path == "" or key else 404)
         wire = WIRES.get(path.removesuffix("/count_tokens"), WIRES["chat/completions"])
-        if (episode := self.episode_of(key)) is None:
+        if (episode := self._open.get(key)) is None:
             return _refusal(wire, 401, "the key opens no episode, or one that is over")
         if path == "models" and request.method == "GET":
-            model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "rlctl", "type": "model"}
-            return _json({"object": "list", "data": [model], "has_more": False})
+            only = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "rlctl", "type": "model"}
+            return _json({"object": "list", "data": [only], "has_more": False})
         if path not in WIRES and path != "messages/count_tokens":
             return _refusal(wire, 404, f"there is no /v1/{path}; there are {', '.join(WIRES)} and models")
         if request.method != "POST":
             return _refusal(wire, 405, f"/v1/{path} takes POST")
         try:
-            asked = wire.read(await _body(request))
+            body = await _body(request)
+            stream, model = bool(body.get("stream")), str(body.get("model", ""))
+            asked = replace(wire.read(body), stream=stream, model=model, wire=wire.name)
             if path == "messages/count_tokens":
                 return _json({"input_tokens": episode.count_tokens(asked)})
             return await self._reply(request, wire, episode, asked)
@@ -137,46 +134,37 @@ class Gateway:
     async def _reply(
         self, request: web.BaseRequest, wire: Wire, episode: Conversations, asked: ChatRequest
     ) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, _Connection)
+        connection.last = None
         turn = episode.ask(asked)
-        with _delivery(request, turn) as delivery:
-            if asked.stream:
-                return await self._stream(request, wire, turn, asked, delivery)
-            reply = await _wait(turn)
-            response = _json(wire.write(reply, asked))
+        if asked.stream:
+            response = await self._stream(request, wire, turn, asked)
+        else:
+            response = _json(wire.write(await _wait(turn), asked))
             await response.prepare(request)
-            await response.write_eof()
-            delivery.done()
-            return response
+        await response.write_eof()
+        if not turn.reply.cancelled() and turn.reply.exception() is None:
+            connection.deliver(turn)
+        return response
 
-    async def _stream(
-        self, request: web.BaseRequest, wire: Wire, turn: Turn, asked: ChatRequest, delivery: _Delivery
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, wire: Wire, turn: Turn, asked: ChatRequest) -> web.StreamResponse:
         """Write a reply as events: with signs of life until it is there, then all at once."""
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
-        timeout = STATUS_S
-        while not turn.reply.done():
-            await asyncio.wait({turn.reply}, timeout=timeout)
-            if turn.reply.done():
-                break
-            if not response.prepared:
-                await response.prepare(request)
-                await response.write(wire.begin(turn.id, asked))
-            await response.write(wire.keep_alive(turn.id, asked))
-            timeout = KEEP_ALIVE_S
+        begun, timeout = wire.begin(turn.id, asked), STATUS_S
+        while not (await asyncio.wait({turn.reply}, timeout=timeout))[0]:
+            await response.prepare(request)
+            await response.write(begun + wire.keep_alive(turn.id, asked))
+            begun, timeout = b"", KEEP_ALIVE_S
         try:
-            reply = await _wait(turn)
+            events = b"".join(wire.events(await _wait(turn), asked))
         except RefusedRequest as error:
             if not response.prepared:
                 raise
-            await response.write(wire.error_event(str(error)))
-            return response
-        begun = b"" if response.prepared else wire.begin(turn.id, asked)
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(begun + b"".join(wire.events(reply, asked)))
-        await response.write_eof()
-        delivery.done()
+            events = wire.error_event(str(error))
+        await response.prepare(request)
+        await response.write(begun + events)
         return response
 
 
@@ -230,27 +218,6 @@ def _refusal(wire: Wire, status: int, message: str) -> web.Response:
 # ── delivery ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Delivery:
-    """The way of a reply to a client."""
-
-    def __init__(self, connection: _Connection, turn: Turn) -> None:
-        self._connection, self._turn = connection, turn
-
-    def done(self) -> None:
-        """Note that its last byte has left; a reset of the connection takes that back."""
-        if not self._connection.lost:
-            self._turn.delivered = True
-            self._connection.last = self._turn
-
-
-@contextmanager
-def _delivery(request: web.BaseRequest, turn: Turn) -> Iterator[_Delivery]:
-    connection = request.protocol
-    assert isinstance(connection, _Connection)
-    connection.last = None
-    yield _Delivery(connection, turn)
-
-
 class _Connection(RequestHandler):
     """A connection that knows whether its last reply was read."""
 
@@ -266,6 +233,12 @@ class _Connection(RequestHandler):
         _Connection.open += 1
         if _Connection.open > CONNECTIONS:
             transport.abort()  # type: ignore[attr-defined]
+
+    def deliver(self, turn: Turn) -> None:
+        """Note that the last byte of a reply has left; a reset of the connection takes that back."""
+        if not self.lost:
+            turn.delivered = True
+            self.last = turn
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

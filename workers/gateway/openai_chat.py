@@ -21,10 +21,10 @@ from workers.gateway.chat_request import (
     text_of,
     tokens_of,
 )
-from workers.gateway.wire import data_event
+from workers.gateway.wire import OpenAIWire, data_event
 
 
-class OpenAIChat:
+class OpenAIChat(OpenAIWire):
     """The form of most clients. Thoughts travel as `reasoning_content`."""
 
     name = "chat"
@@ -32,16 +32,12 @@ class OpenAIChat:
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         if body.get("n") not in (None, 1):
             raise RefusedRequest("n > 1 is not supported: ask once for each answer")
-        stream = bool(body.get("stream"))
         options = body.get("stream_options") or {}
         return ChatRequest(
             messages=merged([_message(one) for one in list_of(body.get("messages"), "messages")]),
             tools=tuple(filter(None, map(_tool, list_of(body.get("tools"), "tools")))),
             max_tokens=tokens_of(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
-            stream=stream,
             usage=bool(table_of(options, "stream_options").get("include_usage")),
-            model=str(body.get("model", "")),
-            wire=self.name,
         )
 
     def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
@@ -55,9 +51,6 @@ class OpenAIChat:
     def begin(self, id_: str, request: ChatRequest) -> bytes:
         return _chunk(id_, request, {"role": "assistant", "content": ""})
 
-    def keep_alive(self, id_: str, request: ChatRequest) -> bytes:
-        return b": at work\n\n"
-
     def events(self, reply: ChatReply, request: ChatRequest) -> Iterator[bytes]:
         if reply.reasoning:
             yield _chunk(reply.id, request, {"reasoning_content": reply.reasoning})
@@ -70,18 +63,6 @@ class OpenAIChat:
             head = _head(reply.id, request, "chat.completion.chunk")
             yield data_event({**head, "choices": [], "usage": _usage(reply)})
         yield b"data: [DONE]\n\n"
-
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        return openai_error(status, message)
-
-    def error_event(self, message: str) -> bytes:
-        return data_event(openai_error(500, message))
-
-
-def openai_error(status: int, message: str) -> dict[str, Any]:
-    """Return an error in the form that all of OpenAI's wires share."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def _message(value: Any) -> Message:

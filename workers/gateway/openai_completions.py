@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, tokens_of
-from workers.gateway.openai_chat import openai_error
-from workers.gateway.wire import data_event
+from workers.gateway.wire import OpenAIWire, data_event
 
 
-class OpenAICompletions:
+class OpenAICompletions(OpenAIWire):
     """Text that the model goes on with; no chat template is used."""
 
     name = "completions"
@@ -28,10 +27,6 @@ class OpenAICompletions:
         return ChatRequest(
             prompt=prompt,
             max_tokens=tokens_of(body.get("max_tokens"), "max_tokens"),
-            stream=bool(body.get("stream")),
-            usage=True,
-            model=str(body.get("model", "")),
-            wire=self.name,
         )
 
     def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
@@ -42,18 +37,9 @@ class OpenAICompletions:
     def begin(self, id_: str, request: ChatRequest) -> bytes:
         return b""
 
-    def keep_alive(self, id_: str, request: ChatRequest) -> bytes:
-        return b": at work\n\n"
-
     def events(self, reply: ChatReply, request: ChatRequest) -> Iterator[bytes]:
         yield data_event(self.write(reply, request))
         yield b"data: [DONE]\n\n"
-
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        return openai_error(status, message)
-
-    def error_event(self, message: str) -> bytes:
-        return data_event(openai_error(500, message))
 
 
 def _body(id_: str, request: ChatRequest, text: str, finish: str | None) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from workers.gateway.chat_request import (
     text_of,
     tokens_of,
 )
-from workers.gateway.openai_chat import openai_error
-from workers.gateway.wire import data_event
+from workers.gateway.wire import OpenAIWire, data_event
 
 
-class OpenAIResponses:
+class OpenAIResponses(OpenAIWire):
     """The form in which a conversation is a list of items: messages, thoughts, calls and what they gave."""
 
     name = "responses"
@@ -41,10 +40,6 @@ class OpenAIResponses:
             messages=merged([*before, *_messages(items)]),
             tools=tuple(tools),
             max_tokens=tokens_of(body.get("max_output_tokens"), "max_output_tokens"),
-            stream=bool(body.get("stream")),
-            usage=True,
-            model=str(body.get("model", "")),
-            wire=self.name,
         )
 
     def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
@@ -80,9 +75,6 @@ class OpenAIResponses:
         found.append({"type": f"response.{whole['status']}", "response": whole})
         for number, event in enumerate(found, start=2):
             yield data_event({"sequence_number": number, **event}, event["type"])
-
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        return openai_error(status, message)
 
     def error_event(self, message: str) -> bytes:
         body = {"type": "error", "code": "server_error", "message": message, "param": None, "sequence_number": 2}

@@ -15,7 +15,8 @@ class Wire(Protocol):
     name: str
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Return the request that a body of JSON holds. Raises RefusedRequest."""
+        """Return the request that a body of JSON holds, but for what all wires say alike: `stream`, `model` and the
+        wire's name. Raises RefusedRequest."""
         ...
 
     def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
@@ -47,3 +48,17 @@ def data_event(body: Mapping[str, Any], name: str = "") -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode(errors="replace")
+
+
+class OpenAIWire:
+    """Errors and signs of life as OpenAI's wires share them."""
+
+    def keep_alive(self, id_: str, request: ChatRequest) -> bytes:
+        return b": at work\n\n"
+
+    def error(self, status: int, message: str) -> dict[str, Any]:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+    def error_event(self, message: str) -> bytes:
+        return data_event(self.error(500, message))

@@ -25,7 +25,7 @@ class AgentTrial:
 
     def __init__(self, section: EnvironmentSection, row: Mapping[str, Any], seed: int, turn_tokens: int) -> None:
         limits = {"max_turns": 1, "episode_timeout_s": min(section.episode_timeout_s, TRIAL_S)}
-        self.section, self.row, self.turn_tokens = section, row, turn_tokens
+        self.section, self.turn_tokens = section, turn_tokens
         self._trial = section.model_copy(update=limits)
         self._task = Task(0, 0, 0, 0, False, seed, [0], row["values"], row["messages"], section.name)
         self._prompts: list[int] = []  # their lengths
@@ -57,13 +57,13 @@ class AgentTrial:
         finally:
             await gateway.close()
         self._judge(episode, found.stop, found.why, report, key)
-        tools = [tool["function"]["name"] for turn in episode.tree.turns for tool in turn.request.tools]
+        tools = sum(len(turn.request.tools) for turn in episode.tree.turns)
         wire = next((turn.request.wire for turn in episode.tree.turns), "")
         return {
             "mode": "program",
             "prompt_tokens": next(iter(self._prompts), None),
             "turn": _ANSWER if self._prompts else "",
-            "reply": f"{wire}, {len(tools)} tools; exit code {found.notes.get('exit_code')}" if self._prompts else None,
+            "reply": f"{wire}, {tools} tools; exit code {found.notes.get('exit_code')}" if self._prompts else None,
         }
 
     def _judge(self, episode: AgentEpisode, stop: str, why: str, report: Report, key: str) -> None:
@@ -74,7 +74,7 @@ class AgentTrial:
                 message = f"the agent's first request has {prompt} tokens, and a turn up to {turn}"
                 report(f"{key}.max_episode_tokens", message, f"use at least {prompt + turn}")
             elif why:
-                report(f"{key}.agent", f"after one turn, {show_why(why)}", "see what it prints", refuses=False)
+                report(f"{key}.agent", f"after one turn, {_without_kind(why)}", "see what it prints", refuses=False)
             elif stop == "timeout":
                 message = f"did not end within {self._trial.episode_timeout_s:g} s after one turn"
                 report(f"{key}.agent", message, "its own time is bounded by episode_timeout_s", refuses=False)
@@ -82,12 +82,12 @@ class AgentTrial:
             message = f"the agent's first request has more tokens: {episode.longest}"
             report(f"{key}.max_episode_tokens", message, f"use at least {episode.longest + self.turn_tokens}")
         elif why:
-            report(f"{key}.agent", show_why(why), "run the command by hand to see why")
+            report(f"{key}.agent", _without_kind(why), "run the command by hand to see why")
         else:
             message = f"did not ask the model within {self._trial.episode_timeout_s:g} s"
             report(f"{key}.agent", message, "it must ask at OPENAI_BASE_URL or ANTHROPIC_BASE_URL")
 
 
-def show_why(why: str) -> str:
+def _without_kind(why: str) -> str:
     """Return why an episode was lost, without the word for its kind."""
     return why.partition(": ")[2] or why

@@ -126,7 +126,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_an_episode_of_a_program(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reaches, what it is given, and what its reward sees."""
+    """It reaches the model, is given no more than it should, and its reward sees what it left."""
     monkeypatch.setenv("SECRET_OF_THIS_MACHINE", "x")
     env = {"GREETING": "{name}, {prompt}", "MODEL": "{model}", "LITERAL": "${HOME} {unknown} {}"}
     found = bench.play("answers", env=env, reward="reward.py:score", row={"name": "Ann", "worth": 2.0})

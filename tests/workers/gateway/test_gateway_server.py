@@ -1,4 +1,4 @@
-"""What reaches the gateway: retries and cut streams, keys, strangers, and what is too big or too slow."""
+"""Requests as they reach the gateway: retries and cut streams, keys, strangers, and what is too big or too slow."""
 
 from __future__ import annotations
 
