@@ -414,8 +414,9 @@ def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
         found: Figures = {"flops": flops, "tokens": sum(lengths), "sides": {}}
         for name, make in sides.items():
             found["sides"][name] = side(size, make, sum(lengths), flops)
-        if all("error" in one for one in found["sides"].values()):
-            found["failed"] = next(iter(found["sides"].values()))["error"]
+        errors = [one["error"] for name, one in found["sides"].items() if name.startswith("rlctl") and "error" in one]
+        if errors:
+            found["failed"] = errors[0]
         return found
 
     return run
@@ -431,11 +432,7 @@ def side(size: Size, make: Callable[[], Callable[[], float]], tokens: int, flops
     import torch
 
     try:
-        if size.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        step = make()
-        loss = step()
-        seconds = timed(step, size, size.train_rounds)
+        seconds, loss = timed_steps(size, make)
     except (RuntimeError, ImportError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     finally:
@@ -449,6 +446,17 @@ def side(size: Size, make: Callable[[], Callable[[], float]], tokens: int, flops
         "first_loss": loss,
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if size.device == "cuda" else None,
     }
+
+
+def timed_steps(size: Size, make: Callable[[], Callable[[], float]]) -> tuple[float, float]:
+    """Return seconds of a step and the first one's loss. Nothing of what `make` made outlives the call."""
+    import torch
+
+    if size.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step = make()
+    loss = step()
+    return timed(step, size, size.train_rounds), loss
 
 
 def train_rows(found: Mapping[str, Any]) -> Iterator[Row]:

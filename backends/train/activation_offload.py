@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backends.train.offload import storage_bytes
+from backends.train.offload import piece_sizes, storage_bytes
 
 _SMALLEST = 2**18  # bytes: what is smaller stays
 _AHEAD = 8  # storages whose copies may be under way
@@ -73,13 +73,15 @@ class ActivationOffload:
         self.offloaded_bytes += storage.nbytes()
         return held
 
-    def _copy_out(self, source: Tensor) -> Tensor:
+    def _copy_out(self, source: Tensor) -> list[Tensor]:
         if self.stream is None:
-            return source.clone()
-        host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
+            return [source.clone()]
+        sizes = piece_sizes(len(source))
+        host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            host.copy_(source, non_blocking=True)
+            for piece, part in zip(host, source.split(sizes), strict=True):
+                piece.copy_(part, non_blocking=True)
             self._leaving.append((self.stream.record_event(), source))
         self._wait(_AHEAD)
         return host
@@ -117,7 +119,7 @@ class _Held:
     """A storage's bytes: on the host, and on the device from the first reader of the backward pass to the last."""
 
     def __init__(
-        self, offload: ActivationOffload, number: int, host: Tensor, source: StorageWeakRef, version: int
+        self, offload: ActivationOffload, number: int, host: list[Tensor], source: StorageWeakRef, version: int
     ) -> None:
         self.offload, self.number, self.host, self.source, self.version = offload, number, host, source, version
         self.readers = 0
@@ -129,14 +131,18 @@ class _Held:
             return
         stream = self.offload.stream
         if stream is None:
-            self.back = self.host
+            (self.back,) = self.host
             return
+        sizes = [len(piece) for piece in self.host]
         current = torch.cuda.current_stream(self.offload.device)
-        self.back = torch.empty(len(self.host), dtype=torch.uint8, device=self.offload.device)
+        self.back = torch.empty(sum(sizes), dtype=torch.uint8, device=self.offload.device)
         stream.wait_stream(current)  # the memory may still be in use there
         with torch.cuda.stream(stream):
-            self.back.copy_(self.host, non_blocking=True)
+            for piece, part in zip(self.host, self.back.split(sizes), strict=True):
+                part.copy_(piece, non_blocking=True)
             self.arrived = stream.record_event()
+        # It may be let go before anyone reads it, of a branch without a gradient: not while the copy is under way.
+        self.back.record_stream(stream)
 
     def read(self) -> Tensor:
         assert self.back is not None

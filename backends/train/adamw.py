@@ -41,10 +41,16 @@ def set_learning_rate(adamw: torch.optim.AdamW, lr: float) -> None:
         group["lr"] = lr
 
 
-def set_steps(adamw: torch.optim.AdamW, steps: int) -> None:
-    """Set how many steps were made: Adam's bias correction depends on it."""
+def set_steps(adamw: torch.optim.Optimizer, steps: int) -> None:
+    """Set how many steps were made: Adam's bias correction depends on it. torch counts them for each parameter,
+    TransformerEngine's and Apex's FusedAdam for each group, where none yet is no key."""
     for state in adamw.state.values():
         state["step"].fill_(steps)
+    if not isinstance(adamw, torch.optim.Adam):
+        for group in adamw.param_groups:
+            group.pop("step", None)
+            if steps:
+                group["step"] = steps
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -190,6 +190,9 @@ def add_product(sum_VE: Tensor, grad_NV: Tensor, hidden_NE: Tensor) -> None:
     if sum_VE.dtype == grad_NV.dtype:
         sum_VE.addmm_(grad_NV.T, hidden_NE)
         return
+    if sum_VE.device.type == "cuda":  # cuBLAS adds what it accumulates in fp32 before anything is rounded
+        torch.addmm(sum_VE, grad_NV.T, hidden_NE, out_dtype=sum_VE.dtype, out=sum_VE)
+        return
     rows = max(1, _BLOCK // hidden_NE.shape[1])
     for part_VE, part_NV in zip(sum_VE.split(rows), grad_NV.split(rows, dim=1), strict=True):
         part_VE += part_NV.T @ hidden_NE

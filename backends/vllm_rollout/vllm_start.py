@@ -34,6 +34,8 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers would want a NUMA node each
     "VLLM_NO_USAGE_STATS": "1",
+    # FlashInfer draws without the log-probs after top-k and top-p, which every request here asks for.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # One position more than a sequence may have: to score one, vLLM insists on sampling a token after its end. It is
     # dropped before it would take that position.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",

@@ -6,6 +6,7 @@ It is made from torch's process-group classes themselves, so that it lives besid
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -46,6 +47,22 @@ def host_meeting(address: str, size: int) -> GroupMeeting:
     """Listen for the other `size` - 1 ranks at `address`, on a port that is free."""
     store, port = bound_store(address, 0, size, COLLECTIVE_TIMEOUT)
     return GroupMeeting(address, port, size, secrets.token_hex(8), [store])
+
+
+@contextmanager
+def _without_nccls_watchdog() -> Iterator[None]:
+    """Make groups that leave it to us what a lost peer means: torch's default ends the process, and the actor with it.
+    The constructor reads the variable."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class JoinedGroup:
@@ -94,7 +111,8 @@ class JoinedGroup:
         torch.cuda.set_device(self.device)  # the writer joins in a thread of its own
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = COLLECTIVE_TIMEOUT
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        with _without_nccls_watchdog():
+            return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def _own_address(self) -> str:
         """This host's address on the way to the meeting."""

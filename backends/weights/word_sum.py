@@ -40,7 +40,7 @@ from backends.weights.tensor_bytes import torch_dtype, typed
 
 _BLOCK_BITS = 16
 BLOCK_WORDS = 1 << _BLOCK_BITS
-_BLOCKS = 16  # at once: their products take 8 MiB, which a GPU's cache holds
+_BLOCKS, _GPU_BLOCKS = 16, 128  # at once: products of 8 MiB, which a cache holds; of 64 MiB, for a GPU few kernels
 _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 _LOW_SEED, _HIGH_SEED = 1, 2
 _TWO_64 = 1 << 64
@@ -107,8 +107,9 @@ def _sum_of_run(words_W: Tensor, start: int) -> Tensor:
         total += (words_W[:before] * low_B[start % BLOCK_WORDS :][:before]).sum() * high_R[first]
     whole_RB = words_W[before:][: (len(words_W) - before) // BLOCK_WORDS * BLOCK_WORDS].view(-1, BLOCK_WORDS)
     high_of_R = high_R[last - len(whole_RB) : last]
-    for row in range(0, len(whole_RB), _BLOCKS):
-        some = slice(row, row + _BLOCKS)
+    blocks = _blocks_at_once(words_W.device)
+    for row in range(0, len(whole_RB), blocks):
+        some = slice(row, row + blocks)
         total += ((whole_RB[some] * low_B).sum(1) * high_of_R[some]).sum()
     after_W = words_W[before + whole_RB.numel() :]
     if len(after_W):
@@ -123,13 +124,17 @@ def _sum_of_runs(words_RW: Tensor, start_R: Tensor) -> Tensor:
     low_B, high_R = _keys(device, (int(start_R.max()) + width) // BLOCK_WORDS + 1)
     total = torch.zeros((), dtype=torch.int64, device=device)
     start_R, step_W = start_R.to(device), torch.arange(width, device=device)
-    rows = max(1, _BLOCKS * BLOCK_WORDS // max(width, 1))
+    rows = max(1, _blocks_at_once(device) * BLOCK_WORDS // max(width, 1))
     for row in range(0, len(words_RW), rows):
         some = slice(row, row + rows)
         place_RW = start_R[some, None] + step_W
         key_RW = low_B[place_RW & (BLOCK_WORDS - 1)] * high_R[place_RW >> _BLOCK_BITS]
         total += (words_RW[some] * key_RW).sum()
     return total
+
+
+def _blocks_at_once(device: torch.device) -> int:
+    return _BLOCKS if device.type == "cpu" else _GPU_BLOCKS
 
 
 def _keys(device: torch.device, blocks: int) -> tuple[Tensor, Tensor]:

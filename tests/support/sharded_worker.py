@@ -140,6 +140,13 @@ MEGATRON: dict[str, dict[str, Any]] = {
         "engine": MegatronTable(**CUT, pipeline_parallel=2, expert_parallel=2, expert_tensor_parallel=1)
     },
 }
+# What one rank can show of an engine; on a GPU held against `ddp` on the CPU.
+SEVERAL = {"replicas", "sequences"}
+ON_ONE_RANK = [name for name in CASES if name[1] != ":" and name != "ddp bf16" and not SEVERAL & set(name.split())]
+FUSED_ON_GPU: dict[str, dict[str, Any]] = {}
+if find_spec("liger_kernel") is not None:
+    FUSED_ON_GPU["ddp liger"] = {"engine": DdpTable(kernels="liger")}
+    FUSED_ON_GPU["ddp liger bf16"] = {"engine": DdpTable(kernels="liger"), **BF16}
 GPU_BF16: dict[str, Any] = {"model": {"dtype": "bf16", "device": "cuda"}}
 MEGATRON_ON_GPU: dict[str, dict[str, Any]] = {
     "local layers": {"engine": MegatronTable(megatron={"transformer_impl": "local"}), **GPU_BF16},
@@ -302,11 +309,12 @@ def objective_steps(engine: Any, rank: Rank) -> list[dict[str, float]]:
 
 def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
-    `offload`: whether to leave the device in every step; `model`: if not the one given. One more step follows."""
+    `offload`: whether to leave the device in every step; `model`: if not the one given; `device`: if not the CPU. One
+    more step follows."""
     model = Path(job.get("model", model))
-    config = train_config(
-        model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **(CASES | MEGATRON | MEGATRON_ON_GPU)[job["case"]]}
-    )
+    case = (CASES | MEGATRON | MEGATRON_ON_GPU | FUSED_ON_GPU)[job["case"]]
+    given = {**case.get("model", {}), **({"device": job["device"]} if "device" in job else {})}
+    config = train_config(model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **case, "model": given})
     engine = train_engine(config.engine.kind).build(config, rank)
     policy: Any = engine.policy  # type: ignore[attr-defined]
     if policy.offload is not None:

@@ -32,6 +32,7 @@ from specs.wire.role_config import RolloutConfig, Sampling
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+PACKAGES = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 needs_vllm = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"no interpreter with vLLM at {PYTHON}: run scripts/setup-engine vllm"
 )
@@ -44,7 +45,7 @@ class VllmProcess:
 
     def __init__(self) -> None:
         self.log = Path(tempfile.mkstemp(prefix="rlctl-vllm-", suffix=".log")[1])
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent), *PACKAGES])}
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(
                 [PYTHON, Path(__file__).with_name("vllm_worker.py")],

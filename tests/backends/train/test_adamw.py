@@ -9,7 +9,7 @@ import torch
 from peak_memory import MIB, grown_bytes
 
 from backends.train import adamw as module
-from backends.train.adamw import PIECE, gradient_norm
+from backends.train.adamw import MOMENTS, PIECE, gradient_norm, set_steps
 
 
 def test_it_is_the_root_of_the_exact_sum_of_squares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +34,44 @@ def test_it_takes_no_second_gradient() -> None:
     gradient_norm([gradient[:PIECE]])
     assert grown_bytes(lambda: gradient_norm([gradient])) < 24 * MIB
     assert float(gradient_norm([gradient])) == 4 * math.sqrt(PIECE)
+
+
+class GroupCounts(torch.optim.Optimizer):
+    """Adam that counts steps as the fused ones of TransformerEngine and Apex do: for a group, from 1 where none did."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1.0, "betas": (0.9, 0.95)})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            first, second = (1 - beta ** group["step"] for beta in group["betas"])
+            for parameter in group["params"]:
+                mean, square = (self.state[parameter][kind] for kind in MOMENTS)
+                mean.lerp_(parameter.grad, 1 - group["betas"][0])
+                square.lerp_(parameter.grad.square(), 1 - group["betas"][1])
+                parameter -= group["lr"] * (mean / first) / ((square / second).sqrt() + 1e-8)
+
+
+def test_a_resumed_optimizer_that_counts_by_group_goes_on_where_it_was() -> None:
+    """Counted anew over old moments, the next update would be 2.2 times as large."""
+
+    def made() -> tuple[torch.nn.Parameter, GroupCounts]:
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        parameter.grad = torch.ones(4)
+        optimizer = GroupCounts([parameter])
+        optimizer.state[parameter] = {"step": torch.zeros(()), **{kind: torch.zeros(4) for kind in MOMENTS}}
+        set_steps(optimizer, 0)
+        return parameter, optimizer
+
+    (one, straight), (other, resumed) = made(), made()
+    for _ in range(50):
+        straight.step()
+    for kind in MOMENTS:
+        resumed.state[other][kind].copy_(straight.state[one][kind])
+    set_steps(resumed, 50)
+    other.data.copy_(one.data)
+    straight.step()
+    resumed.step()
+    assert torch.equal(one, other)

@@ -32,28 +32,32 @@ DEEPSEEK = {
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("config", "device"), [(GRANITE, "cpu"), pytest.param(DEEPSEEK, "cuda", marks=pytest.mark.gpu)]
+    ("config", "device", "dtype", "close"),
+    [(GRANITE, "cpu", "fp32", EXACT), pytest.param(DEEPSEEK, "cuda", "bf16", 0.15, marks=pytest.mark.gpu)],
 )
-def test_it_samples_what_the_trainer_learned(tmp_path: Path, config: dict[str, Any], device: str) -> None:
-    """After each sync: the prompts are the same, so states of the old weights would be found again."""
+def test_it_samples_what_the_trainer_learned(
+    tmp_path: Path, config: dict[str, Any], device: str, dtype: str, close: float
+) -> None:
+    """After each sync: the prompts are the same, so states of the old weights would be found again. On a GPU latent
+    attention has kernels for bf16 alone."""
     folder = write_model(tmp_path, config)
-    trainer = build_engine(train_config(folder, micro_batch_tokens=512))
+    trainer = build_engine(train_config(folder, micro_batch_tokens=512, model={"dtype": dtype}))
     assert isinstance(trainer, HfTrainEngine)
     asked = rollout_config(folder, "vllm")
-    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"device": device})})
+    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"device": device, "dtype": dtype})})
     with closing(VllmProcess()) as process:
         engine = RemoteVllm(process, asked)
         for step in range(2):
             learn(trainer, 2, first=10 * step)
             sync(trainer, engine)
-            assert gap(trainer, engine) < EXACT
+            assert gap(trainer, engine) < close
             parts: list[Batch] = []
             sampling = Sampling(seed=step, temperature=TEMPERATURE, max_response_tokens=8)
             engine.generate(make_prompts(groups=2, longest=70), sampling, parts.append)
             samples = Batch.concat(parts)
             inside = samples["loss_mask_T"] == 1
             want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
-            np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+            np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=close)
             assert want_T[inside].std() > 0.3, "a distribution this flat would hide a wrong token"
 
 

@@ -1,0 +1,95 @@
+"""What engines with several ranks do on a GPU: one rank of each trains, offloads, saves, resumes and exports as `ddp`
+does on the CPU. Where there is no GPU, `ddp` alone is held against itself, so that this file's own code is tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sharded_worker
+from gpu import needs
+from outcomes import Outcome, farthest, outcome
+from sharded_worker import CASES, FUSED_ON_GPU, ON_ONE_RANK, STEPS
+from train_helpers import QWEN2, write_model
+
+from backends.protocol import Rank
+
+pytestmark = [pytest.mark.timeout(300)]
+ON_GPU = [pytest.param(case, "cuda", marks=[pytest.mark.gpu, *needs(1)]) for case in [*ON_ONE_RANK, *FUSED_ON_GPU]]
+IN_FP32 = [param for param in ON_GPU if "bf16" not in str(param.values[0])]
+MOVED = [param for param in IN_FP32 if "offload" not in str(param.values[0]) and "critic" not in str(param.values[0])]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The references, trained on the CPU."""
+    root = tmp_path_factory.mktemp("on_gpu")
+    write_model(root / "model", QWEN2)
+    trained(root, "ddp", out="one rank")
+    trained(root, "ddp critic", out="one rank critic")
+    return root
+
+
+def trained(root: Path, case: str, **job: Any) -> Outcome:
+    name = job.pop("out")
+    sharded_worker.run(root / "model", {"case": case, "out": str(root / name), **job}, Rank()).close()
+    return outcome(root, name)
+
+
+def reference(root: Path, case: str) -> Outcome:
+    return outcome(root, "one rank critic" if "critic" in case else "one rank")
+
+
+def assert_alike(ours: Outcome, one: Outcome, close: float) -> None:
+    assert ours.ranks[0]["skipped"]
+    assert ours.ranks[0]["unchanged"]
+    assert ours.losses() == pytest.approx(one.losses(), rel=close, abs=close)
+    assert ours.norms() == pytest.approx(one.norms(), rel=close)
+    for step in range(STEPS + 1):
+        np.testing.assert_allclose(ours.told(step), one.told(step), rtol=0, atol=close)
+    assert farthest(ours.weights, one.weights) < close
+
+
+@pytest.mark.parametrize(("case", "device"), [("ddp", "cpu"), *IN_FP32])
+def test_training_is_that_of_the_cpu(root: Path, case: str, device: str) -> None:
+    """Losses, norms, log-probs or values, weights, greedy answers, and the objectives of units."""
+    ours, one = trained(root, case, out=f"{case} {device}", device=device), reference(root, case)
+    assert_alike(ours, one, 1e-4)
+    assert ours.ranks[0]["bf16"]["same"]
+    np.testing.assert_allclose(*(np.hstack(side.ranks[0]["proof"]) for side in (ours, one)), rtol=1e-4)
+    for found, expected in zip(ours.objectives(), one.objectives(), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(("case", "device"), [param for param in ON_GPU if "bf16" in str(param.values[0])])
+def test_bf16_is_near_the_cpus(root: Path, case: str, device: str) -> None:
+    """Masters are fp32 on both; what is computed in bf16 rounds in another order."""
+    ours = trained(root, case, out=f"{case} {device}", device=device)
+    one = trained(root, "ddp bf16", out=f"{case} on the cpu")
+    assert ours.losses()[0] == pytest.approx(one.losses()[0], rel=0.02, abs=0.01)
+    assert ours.norms()[0] == pytest.approx(one.norms()[0], rel=0.05)
+    assert np.abs(ours.told(0) - one.told(0)).mean() < 0.02
+
+
+@pytest.mark.parametrize(("case", "device"), MOVED)
+def test_offload_in_every_step_changes_nothing(root: Path, case: str, device: str) -> None:
+    moved = trained(root, case, out=f"{case} {device} moved", device=device, offload=True)
+    assert_alike(moved, reference(root, case), 1e-4)
+
+
+@pytest.mark.parametrize(("case", "device"), [("ddp", "cpu"), *MOVED])
+def test_resume_is_the_step_that_would_have_come(root: Path, case: str, device: str) -> None:
+    """What the CPU saved goes on here, and what is saved here goes on on the CPU."""
+    one, saved = reference(root, case), str(root / "one rank" / "state")
+    ours = trained(root, case, out=f"{case} {device} resumed", device=device, load=saved)
+    assert ours.losses()[-1] == pytest.approx(one.losses()[-1], rel=1e-4, abs=1e-4)
+    assert farthest(ours.weights, one.weights) < 1e-4
+    trained(root, case, out=f"{case} {device} saves", device=device)
+    back = trained(root, "ddp", out=f"{case} {device} back", load=str(root / f"{case} {device} saves" / "state"))
+    assert farthest(back.weights, one.weights) < 1e-4
+
+
+def test_every_engine_of_one_rank_is_here() -> None:
+    assert {CASES[case]["engine"].kind for case in ON_ONE_RANK} >= {"ddp", "fsdp2"}
