@@ -71,7 +71,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "four packages": (58_490, 50_000, WINGS),
     "scripts": (3_060, 3_000, ("scripts",)),
     "tests with their cases": (43_420, 38_000, ("tests",)),
-    "docs": (3_800, 3_500, ("docs",)),
+    "docs": (3_880, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

@@ -27,7 +27,8 @@ def choose_transport(spec: SamplingSpec) -> tuple[TransportKind, str]:
         return "folder", "some replicas are on other hosts"
     if not (spec.actor.devices or spec.rollout.devices):
         return "shm", "actor and rollout share a host"
-    # CUDA IPC and NCCL would spare the way over the host, but have not been run yet.
+    # CUDA IPC spares the way over the host, and takes expandable segments from the actor, whose memory then fragments;
+    # NCCL has not been run yet.
     return "shm", "actor and rollout share a host; the transports between GPUs are there when asked for"
 
 
