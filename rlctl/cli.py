@@ -228,6 +228,27 @@ def evaluate(
     raise typer.Exit(run(what, spec, overrides or [], step=step, out=out, as_json=as_json))
 
 
+@app.command(short_help="Serve a checkpoint or a model to agents' clients.")
+def serve(
+    what: Annotated[str, Argument(metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.")],
+    step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with --key.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Default: a free one.")] = 0,
+    key: Annotated[str, Option(help="The only key let in; default: any, each with conversations of its own.")] = "",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Conversations, as rows for sft.")] = Path("served.jsonl"),
+    context: Annotated[int, Option(min=0, help="Tokens of a conversation; default: up to 8192.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 1.0,
+    engine: Annotated[Literal["torch", "vllm"], typer.Option(help="vllm: where it is installed.")] = "torch",
+    gpu: Annotated[bool, typer.Option("--gpu", help="Sample on the first GPU, in bf16.")] = False,
+) -> None:
+    """Answer OpenAI's and Anthropic's clients as in training, and keep the conversations to learn from."""
+    from rlctl.run.serve_command import ServedSampler, ServingAddress
+    from rlctl.run.serve_command import serve as run
+
+    sampler = ServedSampler(engine, gpu, context, temperature)
+    raise typer.Exit(run(what, step, sampler, ServingAddress(host, port, key), out))
+
+
 @app.command(short_help="Train once for every combination of values.")
 def sweep(
     spec: SpecFile,

@@ -59,18 +59,18 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_220, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_400, 2_000, ("rlctl/show",)),
-    "run": (3_000, 2_200, ("rlctl/run",)),
+    "run": (3_100, 2_200, ("rlctl/run",)),
     "grading": (1_600, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        3_570,
+        3_770,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_300, 15_000, ("backends",)),
-    "four packages": (58_490, 50_000, WINGS),
+    "four packages": (58_770, 50_000, WINGS),
     "scripts": (3_060, 3_000, ("scripts",)),
-    "tests with their cases": (43_420, 38_000, ("tests",)),
+    "tests with their cases": (43_530, 38_000, ("tests",)),
     "docs": (3_880, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

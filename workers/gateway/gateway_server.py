@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -71,12 +71,15 @@ class Gateway:
         self.port = 0  # until it listens
         self._open: dict[str, Conversations] = {}  # by key
         self._runner: web.ServerRunner | None = None
+        self._stranger: Callable[[], Conversations] | None = None
 
-    async def start(self) -> None:
-        """Listen on a free port."""
+    async def start(self, host: str = HOST, port: int = 0, stranger: Callable[[], Conversations] | None = None) -> None:
+        """Listen, on a free port unless one is given. `stranger`: makes the conversations of a key that is not known;
+        without it none is let in."""
+        self._stranger = stranger
         self._runner = web.ServerRunner(_Server(self._handle), handle_signals=False, shutdown_timeout=0.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0).start()
+        await web.TCPSite(self._runner, host, port).start()
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -85,9 +88,10 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, episode: Conversations) -> dict[str, str]:
-        """Let requests for an episode come; return the variables that tell clients where, and its key."""
-        key = secrets.token_urlsafe(24)
+    def open(self, episode: Conversations, key: str = "") -> dict[str, str]:
+        """Let requests for an episode come, with a key of its own; return the variables that tell clients where, and
+        its key."""
+        key = key or secrets.token_urlsafe(24)
         self._open[key] = episode
         base = f"http://{HOST}:{self.port}/s/{key}"
         return {
@@ -109,6 +113,8 @@ class Gateway:
         if request.method == "HEAD" or (request.method == "GET" and path == ""):
             return web.Response(status=200 if path == "" or key else 404)
         wire = WIRES.get(path.removesuffix("/count_tokens"), WIRES["chat/completions"])
+        if key and key not in self._open and self._stranger and len(self._open) < CONNECTIONS:
+            self._open[key] = self._stranger()
         if (episode := self._open.get(key)) is None:
             return _refusal(wire, 401, "the key opens no episode, or one that is over")
         if path == "models" and request.method == "GET":

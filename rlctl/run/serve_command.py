@@ -1,0 +1,121 @@
+"""`rlctl serve`: a run's checkpoint, or a model, behind the gateway of agents, for any client by hand."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.models.paths import config_of, resolve_model
+from rlctl.models.run_export import RunExport
+from rlctl.run.checkpoints import run_and_step
+from rlctl.run.export import export, find
+from rlctl.run.interrupt import as_ctrl_c
+from rlctl.show.screen import Screen
+from specs.errors import UsageError
+from specs.schema.roles import ACTOR
+
+CONTEXT = 8192  # tokens, of a model that takes as many
+
+
+@dataclass(frozen=True)
+class ServedSampler:
+    """How the model is sampled. `context`: tokens of a conversation, 0: as many as `CONTEXT` and the model allow."""
+
+    engine: str = "torch"
+    gpu: bool = False
+    context: int = 0
+    temperature: float = 1.0
+    sequences: int = 8
+
+
+@dataclass(frozen=True)
+class ServingAddress:
+    """Where it listens, and who is let in."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str = ""
+
+
+def serve(what: str, step: int | None, sampler: ServedSampler, place: ServingAddress, out: Path) -> int:
+    """Serve until Ctrl-C; return the exit code. Raises UsageError, and what an export raises."""
+    if not place.key and not _loopback(place.host):
+        message = f"--host {place.host}: other machines could sample without a key"
+        raise UsageError(message, hint="add --key KEY, or listen on 127.0.0.1")
+    model = _model_of(what, step)
+    config = config_of(model, Path())
+    if not config:
+        raise UsageError(
+            f"{what}: no run, and no model here", hint="name a run's directory, a model's folder or hub id"
+        )
+    room = int(config.get("max_position_embeddings") or CONTEXT)
+    context = sampler.context or min(CONTEXT, room)
+    if context > room:
+        raise UsageError(f"--context {context}: the model takes {room} tokens", hint=f"use at most {room}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    asked = {
+        "rollout": {
+            "model": {
+                "path": str(resolve_model(model, Path())),
+                "from_scratch": False,
+                "seed": 0,
+                "dtype": "bf16" if sampler.gpu else "fp32",
+                "attn_implementation": "auto",
+                "trust_remote_code": False,
+                "device": "cuda" if sampler.gpu else "cpu",
+                "max_sequence_tokens": context,
+            },
+            "engine": {"kind": sampler.engine, "max_sequences": sampler.sequences},
+            "max_prompt_tokens": context - 1,
+            "max_response_tokens": context,
+            "stop": [],
+        },
+        "temperature": sampler.temperature,
+        "out": str(out.absolute()),
+        **vars(place),
+    }
+    return _run(json.dumps(asked))
+
+
+def _loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _model_of(what: str, step: int | None) -> str:
+    """Return the folder or hub id of a model; of a run that of its export, which is made where it is missing."""
+    run, at = run_and_step(what)
+    if not (run / "resolved.json").is_file():
+        if step is not None:
+            raise UsageError(f"--step: {what} is no run", hint="leave it out")
+        return what
+    checkpoint = find(run, at if step is None else step)
+    exported = RunExport(run, ACTOR, checkpoint.step)
+    if not exported.folder.is_dir():
+        export(run, exported.folder, checkpoint.step, ACTOR, screen=Screen(stderr=True, highlight=True))
+    return str(exported.folder)
+
+
+def _run(config: str) -> int:
+    """Have the process that holds the model serve it, until a signal ends both."""
+    command = [sys.executable, "-m", "workers.episodes.served_model"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdin is not None
+    try:
+        with as_ctrl_c(signal.SIGTERM):
+            process.stdin.write(config)
+            process.stdin.close()
+            return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.kill()

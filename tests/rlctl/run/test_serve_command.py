@@ -1,0 +1,107 @@
+"""A served model answers clients with what it would write, and keeps the conversations."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from running import rlctl, start
+
+from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.run.serve_command import ServedSampler, ServingAddress, serve
+from specs.errors import UsageError
+
+TOKENS = 12
+HI = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(BUILTIN_FOLDER / "tiny-chat", folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def greedy(model: Path, messages: list[Any]) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, held = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    found = held.generate(**ids, max_new_tokens=TOKENS, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    return str(tokenizer.decode(found, skip_special_tokens=True))
+
+
+def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, model: Path) -> None:
+    """Greedily, as transformers writes it, over both dialects; the second turn goes on from the first."""
+    out, log = tmp_path / "rows.jsonl", ""
+    process = start("serve", model, "--temperature", "0", "--key", "secret", "--out", out)
+    try:
+        assert process.stdout is not None
+        while "ANTHROPIC_BASE_URL=" not in log:
+            line = process.stdout.readline()
+            assert line, log
+            log += line
+        address = re.search(r"ANTHROPIC_BASE_URL=(\S+)", log)[1]  # type: ignore[index]
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as client:
+            first = client.chat.completions.create(model="any", messages=[HI], max_tokens=TOKENS)
+            said = first.choices[0].message.content
+            assert said == greedy(model, [HI])
+            more: list[Any] = [HI, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+            client.chat.completions.create(model="any", messages=more, max_tokens=TOKENS)
+        with anthropic.Anthropic(base_url=address, api_key="secret", max_retries=0) as other:
+            told = other.messages.create(model="any", messages=[{"role": "user", "content": "You?"}], max_tokens=TOKENS)
+            assert told.content[0].text == greedy(model, [{"role": "user", "content": "You?"}])  # type: ignore[union-attr]
+        stranger = openai.OpenAI(base_url=f"{address}/v1", api_key="guessed", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, log + rest
+    rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
+    assert [[message["role"] for message in row] for row in rows] == [
+        ["user", "assistant", "user", "assistant"],
+        ["user", "assistant"],
+    ]
+    assert rows[0][:3] == more
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "sampler", "place", "words"),
+    [
+        ("nowhere/at-all", None, ServedSampler(), ServingAddress(), "no run, and no model"),
+        ("MODEL", 3, ServedSampler(), ServingAddress(), "is no run"),
+        ("MODEL", None, ServedSampler(), ServingAddress(host="0.0.0.0"), "without a key"),
+        ("MODEL", None, ServedSampler(context=10**6), ServingAddress(), "the model takes"),
+    ],
+)
+def test_a_wrong_call_starts_nothing(
+    tmp_path: Path, model: Path, what: str, step: int | None, sampler: ServedSampler, place: ServingAddress, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        serve(str(model) if what == "MODEL" else what, step, sampler, place, tmp_path / "rows.jsonl")
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path, model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, began = taken.getsockname()[1], time.monotonic()
+        done = rlctl("serve", model, "--port", str(port), "--out", tmp_path / "rows.jsonl")
+    assert done.returncode == 2, done.stderr
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert time.monotonic() - began < 60

@@ -1,0 +1,221 @@
+"""Serve a model behind the gateway, for any client by hand: `rlctl serve`. Keep the conversations as rows.
+
+The model's weights come from the trainer's own export and are compared with what the sampler holds, as in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.hf.tokenizer import load_codec
+from backends.protocol import Rank, RolloutEngine
+from backends.registry import rollout_engine, train_engine
+from backends.sample_requests import SampleRequest
+from specs.errors import RlctlError, SyncError, UsageError
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.environment import EnvironmentSection
+from specs.schema.roles import ACTOR
+from specs.schema.table import Table
+from specs.wire.role_config import RolloutConfig, Sampling, TrainConfig
+from workers.chat.chat_renderer import renderer_of
+from workers.chat.chat_turns import ChatTurns
+from workers.environments.environment_pool import Described
+from workers.episodes.agent_episode import AgentEpisode
+from workers.episodes.episode_runner import gateway_for_agents
+from workers.episodes.trajectory import Sample, SampledTurn, Task
+
+_WRITE_EVERY_S = 10.0
+_UNLIMITED = 10**9
+_AGENT = Described("agent", (), "client", False, False)
+
+
+class ServeConfig(Table):
+    """Say what is served, and where. `key`: the only one that is let in; empty: any, each for its own conversations."""
+
+    rollout: RolloutConfig
+    host: str
+    port: int
+    key: str
+    temperature: float
+    out: str  # file of the conversations
+
+
+def build_sampler(config: RolloutConfig) -> RolloutEngine:
+    """Return a sampler with the weights of its folder. Raises ModelError, and SyncError where they do not arrive."""
+    held = TrainConfig(
+        role=ACTOR, model=config.model, engine=DdpTable(), optimizer=None, total_optimizer_steps=1,
+        micro_batch_tokens=config.model.max_sequence_tokens, gradient_checkpointing=False, temperature=1.0,
+    )  # fmt: skip
+    trainer = train_engine(held.engine.kind).build(held, Rank())
+    sampler = rollout_engine(config.engine.kind).build(config, Rank())
+    for weight in trainer.export_weights(config.model.dtype, sampler.weight_form()):
+        buffer_U = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+        if weight.copy_to(buffer_U) != sampler.import_weight(weight.spec, buffer_U):
+            raise SyncError(f"weight {weight.spec.name}: what the sampler read back is not what it was given")
+    sampler.finish_import()
+    trainer.close()
+    return sampler
+
+
+class SamplerThread:
+    """Steps a sampler as long as it has requests, in a thread of its own."""
+
+    def __init__(self, sampler: RolloutEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._sampler, self._loop = sampler, loop
+        self._asked: queue.SimpleQueue[SampleRequest] = queue.SimpleQueue()
+        self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
+        threading.Thread(target=self._run, name="sampler", daemon=True).start()
+
+    async def draw(self, request: SampleRequest) -> SampledTurn:
+        """Return the completion of a request."""
+        future: asyncio.Future[SampledTurn] = self._loop.create_future()
+        self._waiting[request.id] = future
+        self._asked.put(request)
+        return await future
+
+    def _run(self) -> None:
+        try:
+            while True:
+                new = [] if self._sampler.open_requests else [self._asked.get()]
+                with suppress(queue.Empty):
+                    while True:
+                        new.append(self._asked.get_nowait())
+                if new:
+                    self._sampler.add(new)
+                for done in self._sampler.step():
+                    turn = SampledTurn(
+                        done.tokens.tolist(), done.logprobs.tolist(), [0] * len(done.tokens), done.finished
+                    )
+                    self._loop.call_soon_threadsafe(self._hand_on, done.id, turn)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _hand_on(self, id_: int, turn: SampledTurn) -> None:
+        if not (future := self._waiting.pop(id_)).done():
+            future.set_result(turn)
+
+    def _fail(self, error: Exception) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+class Served:
+    """The conversations of every key."""
+
+    def __init__(self, config: ServeConfig, sampler: SamplerThread) -> None:
+        """Raises ModelError where the tokenizer has no chat template."""
+        self._config, self._sampler = config, sampler
+        self._codec = load_codec(config.rollout.model.path)
+        self._renderer = renderer_of(self._codec)
+        self._requests = self._written = 0
+        self.gateway = gateway_for_agents()
+        self.episodes: list[AgentEpisode] = []
+        self._section = EnvironmentSection(
+            agent="served.py:client",
+            max_turns=_UNLIMITED,
+            max_tool_calls=_UNLIMITED,
+            max_episode_tokens=config.rollout.model.max_sequence_tokens,
+            learn_from="all",
+        )
+        self._renderer.render([{"role": "user", "content": "Hi"}])
+
+    def _chats(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
+        return ChatTurns(self._codec, self._renderer, tools)
+
+    async def start(self) -> None:
+        """Listen. Raises UsageError where the port is taken."""
+        config = self._config
+        try:
+            await self.gateway.start(config.host, config.port, stranger=None if config.key else self.conversations)
+        except OSError as error:
+            raise UsageError(f"{config.host}:{config.port}: {error.strerror}", hint="choose another --port") from None
+        if config.key:
+            self.gateway.open(self.conversations(), config.key)
+
+    def conversations(self) -> AgentEpisode:
+        """Return the conversations of a new key."""
+        number = len(self.episodes)
+        task = Task(number, number, number, 0, False, 0, [0], {}, (), self._section.name)
+        limit = self._config.rollout.max_response_tokens
+        made = AgentEpisode(task, self._section, _AGENT, self._chats, self._draw, limit, self.gateway)
+        self.episodes.append(made)
+        return made
+
+    async def _draw(self, task: Task, number: int, sample: Sample, limit: int) -> SampledTurn:
+        self._requests += 1
+        sampling = Sampling(
+            seed=self._config.rollout.model.seed, max_response_tokens=limit,
+            greedy=self._config.temperature == 0, temperature=self._config.temperature or 1.0,
+        )  # fmt: skip
+        tokens = np.array(sample.tokens, dtype=np.int64)
+        return await self._sampler.draw(SampleRequest(self._requests, tokens, sampling, prefix=self._requests))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the conversations that clients have read to their ends."""
+        for episode in self.episodes:
+            turns = [turn for turn in episode.tree.turns if turn.turn is not None and turn.delivered]
+            inner = {id(turn.parent) for turn in turns}
+            for turn in turns:
+                if id(turn) not in inner and turn.request.prompt is None and turn.turn is not None:
+                    tools = {"tools": [*turn.request.tools]} if turn.request.tools else {}
+                    yield {"messages": [*turn.request.messages, turn.turn.message], **tools}
+
+    def write(self) -> int:
+        """Write the rows, all anew; return their number."""
+        if self._written == self._requests:
+            return 0
+        self._written = self._requests
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows()]
+        new = Path(f"{self._config.out}.new")
+        new.write_text("".join(lines), encoding="utf-8", errors="replace")
+        os.replace(new, self._config.out)
+        return len(lines)
+
+
+async def serve(config: ServeConfig) -> None:
+    """Serve until a signal comes."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, over.set)
+    served = Served(config, SamplerThread(build_sampler(config.rollout), loop))
+    await served.start()
+    address = f"http://{config.host}:{served.gateway.port}"
+    key = "the key you gave" if config.key else "any key; each has conversations of its own"
+    print(f"serving {config.rollout.model.path} until Ctrl-C\n")
+    print(
+        f"  OPENAI_BASE_URL={address}/v1\n  ANTHROPIC_BASE_URL={address}\n  OPENAI_API_KEY, ANTHROPIC_API_KEY: {key}\n"
+    )
+    print(f'conversations: {config.out}, rows for run.recipe = "sft"', flush=True)
+    while not over.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), _WRITE_EVERY_S)
+        served.write()
+    await served.gateway.close()
+
+
+def main() -> int:
+    """Serve what the JSON on stdin says."""
+    config = ServeConfig.model_validate_json(sys.stdin.read())
+    try:
+        asyncio.run(serve(config))
+    except RlctlError as error:
+        print(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
