@@ -134,6 +134,7 @@ def test_a_run_that_fails_says_why_and_the_others_are_run(spec: Path, tmp_path: 
     assert "train_nor.jsonl: failed at step 0" in done.stdout
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -> None:
     runs = [tmp_path / "out" / f"seed_{seed}" for seed in (0, 1)]
     forever = settings("run.steps=100000", "checkpoint.every=90000")
@@ -151,6 +152,7 @@ def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -
         assert list((run / "checkpoints").iterdir())
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_sweep_that_is_killed_takes_its_runs_with_it(spec: Path, tmp_path: Path) -> None:
     run = tmp_path / "out" / "seed_0"
     forever = settings("run.steps=100000", "checkpoint.every=90000")

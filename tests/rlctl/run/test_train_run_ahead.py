@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from running import finish, metrics, preset, settings, start, steps_done, trained, trajectory, wait_for, workers_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 SAMPLES = 8 * 4  # of a step: the preset `fake` has 8 prompts × 4 completions
 SIX = (
