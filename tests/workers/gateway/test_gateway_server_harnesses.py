@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from agent_gateway import END, TASK, Sampler, Served, new_episode
 
+from workers.chat.tool_calls import ToolCall
 from workers.environments.harness import MODEL_NAME
 from workers.episodes.trajectory import Sample, SampledTurn, Task
-from workers.gateway.gateway_server import Gateway
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+from workers.episodes.turn_tree import TurnTree
+from workers.gateway.chat_request import ChatReply
+from workers.gateway.gateway_server import WIRES, Gateway
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 ANSWER, FOUND = "The answer is forty-two.", "found-it-42"
@@ -118,6 +119,8 @@ def call_of(function: Mapping[str, Any], command: str) -> str:
     return f'<tool_call>\n{{"name":  "{function["name"]}", "arguments":  {json.dumps(arguments)}}}\n</tool_call>'
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_harness_learns_from_what_was_sampled(tmp_path: Path, name: str) -> None:
     harness = HARNESSES[name]
@@ -165,3 +168,39 @@ async def _try(folder: Path, harness: Harness) -> None:
         assert (harness.submit or ANSWER) in served.text(drawn[-1])
     finally:
         await gateway.close()
+
+
+# What each sends, with other texts in it and few of its tools: a call and its result; of opencode a title before.
+REQUESTS = Path(__file__).parent / "requests"
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+def test_what_a_harness_sends_goes_on_from_what_was_sampled(name: str) -> None:
+    asyncio.run(_replay(name))
+
+
+async def _replay(name: str) -> None:
+    tree = TurnTree("replay")
+    lines = [json.loads(line) for line in (REQUESTS / f"{name}.jsonl").read_text().splitlines()]
+    asked = [WIRES[line["path"]].read(line["body"]) for line in lines]
+    assert {line["path"] for line in lines} <= set(WIRES)
+    turns = []
+    for request in asked:
+        turn, new = tree.find(request)
+        assert new
+        turns.append(turn)
+        shells = [tool["function"] for tool in request.tools if tool["function"]["name"].lower() in SHELLS]
+        calls = ()
+        if shells and turn.parent is None:
+            script = json.loads(call_of(shells[0], f"echo {FOUND}").split("\n")[1])
+            calls = (ToolCall(script["name"], script["arguments"], "call00000"),)
+        reply = ChatReply(turn.id, "" if calls else ANSWER, calls=calls)
+        turn.reply.set_result(reply)
+        tree.drawn(turn, reply)
+        turn.delivered = True
+    *before, first, second = turns
+    assert second.parent is first, "its arguments may be written anew, its cache marks may have moved"
+    assert [message["role"] for message in second.added] == ["tool"]
+    assert FOUND in second.added[0]["content"]
+    assert tree.main_roots(TASK) == [first], "not what was written beside the task"
+    assert len(before) == (name == "opencode")
