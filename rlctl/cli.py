@@ -234,7 +234,10 @@ def serve(
     step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
     host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with --key.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Default: a free one.")] = 0,
-    key: Annotated[str, Option(help="The only key let in; default: any, each with conversations of its own.")] = "",
+    key: Annotated[
+        str,
+        Option(envvar="RLCTL_SERVE_KEY", help="The only key let in; default: any, each with its own conversations."),
+    ] = "",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Conversations, as rows for sft.")] = Path("served.jsonl"),
     context: Annotated[int, Option(min=0, help="Tokens of a conversation; default: up to 8192.")] = 0,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 1.0,

@@ -23,7 +23,7 @@ from backends.hf.tokenizer import load_codec
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine, train_engine
 from backends.sample_requests import SampleRequest
-from specs.errors import RlctlError, SyncError, UsageError
+from specs.errors import ModelError, RlctlError, SyncError, UsageError
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.environment import EnvironmentSection
 from specs.schema.roles import ACTOR
@@ -76,10 +76,13 @@ class SamplerThread:
         self._sampler, self._loop = sampler, loop
         self._asked: queue.SimpleQueue[SampleRequest] = queue.SimpleQueue()
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
+        self._failure: ModelError | None = None
         threading.Thread(target=self._run, name="sampler", daemon=True).start()
 
     async def draw(self, request: SampleRequest) -> SampledTurn:
-        """Return the completion of a request."""
+        """Return the completion of a request. Raises ModelError once the sampler has failed."""
+        if self._failure is not None:
+            raise self._failure
         future: asyncio.Future[SampledTurn] = self._loop.create_future()
         self._waiting[request.id] = future
         self._asked.put(request)
@@ -107,9 +110,10 @@ class SamplerThread:
             future.set_result(turn)
 
     def _fail(self, error: Exception) -> None:
+        self._failure = ModelError(f"the sampler failed: {error}")
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(self._failure)
 
 
 class Served:
@@ -120,7 +124,9 @@ class Served:
         self._config, self._sampler = config, sampler
         self._codec = load_codec(config.rollout.model.path)
         self._renderer = renderer_of(self._codec)
-        self._requests = self._written = 0
+        self._requests = 0
+        self._before = Path(config.out).read_text(encoding="utf-8") if Path(config.out).exists() else ""
+        self._written = self._before
         self.gateway = gateway_for_agents()
         self.episodes: list[AgentEpisode] = []
         self._section = EnvironmentSection(
@@ -173,16 +179,14 @@ class Served:
                     tools = {"tools": [*turn.request.tools]} if turn.request.tools else {}
                     yield {"messages": [*turn.request.messages, turn.turn.message], **tools}
 
-    def write(self) -> int:
-        """Write the rows, all anew; return their number."""
-        if self._written == self._requests:
-            return 0
-        self._written = self._requests
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows()]
-        new = Path(f"{self._config.out}.new")
-        new.write_text("".join(lines), encoding="utf-8", errors="replace")
-        os.replace(new, self._config.out)
-        return len(lines)
+    def write(self) -> None:
+        """Write the rows behind those that were there, where any is new."""
+        text = self._before + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
+        if text != self._written:
+            new = Path(f"{self._config.out}.new")
+            new.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(new, self._config.out)
+            self._written = text
 
 
 async def serve(config: ServeConfig) -> None:

@@ -48,7 +48,8 @@ def greedy(model: Path, messages: list[Any]) -> str:
 def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, model: Path) -> None:
     """Greedily, as transformers writes it, over both dialects; the second turn goes on from the first."""
     out, log = tmp_path / "rows.jsonl", ""
-    process = start("serve", model, "--temperature", "0", "--key", "secret", "--out", out)
+    out.write_text('{"messages": []}\n')
+    process = start("serve", model, "--temperature", "0", "--out", out, RLCTL_SERVE_KEY="secret")
     try:
         assert process.stdout is not None
         while "ANTHROPIC_BASE_URL=" not in log:
@@ -74,10 +75,11 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
     assert process.returncode == 0, log + rest
     rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
     assert [[message["role"] for message in row] for row in rows] == [
+        [],  # it was there
         ["user", "assistant", "user", "assistant"],
         ["user", "assistant"],
     ]
-    assert rows[0][:3] == more
+    assert rows[1][:3] == more
 
 
 @pytest.mark.parametrize(
