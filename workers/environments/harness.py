@@ -49,6 +49,7 @@ class HarnessRun:
     exit_code: int = 0
     output: bytearray = field(default_factory=bytearray)
     _process: asyncio.subprocess.Process | None = None
+    _stopped: bool = False
 
     @property
     def cwd(self) -> Path:
@@ -79,6 +80,8 @@ class HarnessRun:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            if self._stopped:  # it was quicker than this process, which had it started
+                self.stop()
             self.exit_code = await process.wait()
         except (OSError, ValueError) as error:
             raise Lost(f"{command[0]} cannot be run: {getattr(error, 'strerror', error)}") from None
@@ -91,7 +94,8 @@ class HarnessRun:
         return {"exit_code": self.exit_code, "output": self.output.decode(errors="replace")}
 
     def stop(self) -> None:
-        """Kill the program and what is in its group."""
+        """Kill the program and what is in its group, at its start if that is still to come."""
+        self._stopped = True
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

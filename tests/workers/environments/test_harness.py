@@ -18,6 +18,7 @@ from agent_gateway import END, TASK, Sampler, chat
 
 from specs.schema.environment import EnvironmentSection
 from workers.environments.environment_pool import EnvironmentPool, EnvironmentSetup
+from workers.environments.harness import Harness, HarnessRun
 from workers.episodes import agent_episode
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.trajectory import Task, Trajectory
@@ -176,6 +177,17 @@ def test_a_program_that_does_not_stop_is_stopped(bench: Bench, monkeypatch: pyte
     found = bench.play("goes on", max_turns=3, reward="reward.py:score")
     assert (found.stop, found.turns, found.reward) == ("max_turns", 3, -9.0)
     assert len(bench.sampler.log) == 3
+
+
+def test_one_that_is_stopped_before_it_has_started_is_stopped(tmp_path: Path) -> None:
+    """On a busy machine the program may have used up its turns before the process that started it knows its number."""
+    run = HarnessRun(Harness(("sleep", "600"), {}, "fresh", None), tmp_path / "run", str(tmp_path), {})
+
+    async def stopped() -> dict[str, Any]:
+        run.stop()
+        return await asyncio.wait_for(run.run({}), 30)
+
+    assert asyncio.run(stopped())["exit_code"] == -9
 
 
 @pytest.mark.parametrize(
