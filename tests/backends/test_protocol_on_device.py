@@ -27,6 +27,7 @@ from backends import memory
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.train.engine import HfTrainEngine
+from backends.train.lm_head import add_product
 from specs.schema.role_section import Lora
 
 RESIDUAL_GIB = 64 / 1024  # held after a sleep at level 2
@@ -92,6 +93,20 @@ def test_offload_offloads_everything_in_pinned_memory_neutral_to_the_bit(
             assert held - torch.cuda.memory_allocated() >= sum(host.nbytes for host in offloaded)
         moves.onload()
     np.testing.assert_array_equal(stays.forward(make_batch()), moves.forward(make_batch()))
+
+
+@pytest.mark.parametrize("device", on_cpu_and_gpu())
+def test_products_are_added_up_in_fp32(device: str) -> None:
+    """As the gradient of a head in bf16 is, chunk by chunk; a sum that a chunk began with stays in it."""
+    torch.manual_seed(0)
+    chunks = [(torch.randn(96, 311).bfloat16(), torch.randn(96, 64).bfloat16()) for _ in range(3)]
+    begun_VE = torch.randn(311, 64)
+    want_VE = begun_VE.double() + sum(grad.double().T @ hidden.double() for grad, hidden in chunks)
+    sum_VE = begun_VE.to(device)
+    for grad_NV, hidden_NE in chunks:
+        add_product(sum_VE, grad_NV.to(device), hidden_NE.to(device))
+    gap = (sum_VE.cpu() - want_VE).abs().max() / want_VE.abs().max()
+    assert gap < (1e-6 if device == "cuda" else 1e-2), "on the CPU each product is rounded to bf16 on its way"
 
 
 @pytest.mark.parametrize("device", on_cpu_and_gpu())
