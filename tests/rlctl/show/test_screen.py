@@ -160,6 +160,7 @@ CALLS = {
         *(["{sound}", "--set", f"run.name={NAME},b", "--dry-run"], ["{broken}", "--set", f"{NAME}=1,2"]),
         *(["{sound}", "--set", f"run.seed=1,{NAME}"], ["{sound}", "--jobs", HOSTILE]),
     ],
+    "serve": [[NAME], ["some/model", "--host", HOSTILE], [NAME, "--step", "3"], ["some/model", "--engine", HOSTILE]],
     "setup-engine": [[HOSTILE]],
     "export-checkpoint": [[NAME, "out"], ["run", "out", "--role", HOSTILE], ["run", "out", "--dtype", HOSTILE]],
 }
