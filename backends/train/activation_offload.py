@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backends.train.offload import piece_sizes, storage_bytes
+from backends.train.offload import host_memory, paired, storage_bytes
 
 _SMALLEST = 2**18  # bytes: what is smaller stays
 _AHEAD = 8  # storages whose copies may be under way
@@ -76,11 +76,10 @@ class ActivationOffload:
     def _copy_out(self, source: Tensor) -> list[Tensor]:
         if self.stream is None:
             return [source.clone()]
-        sizes = piece_sizes(len(source))
-        host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+        host = host_memory(source)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for piece, part in zip(host, source.split(sizes), strict=True):
+            for piece, part in paired(host, source):
                 piece.copy_(part, non_blocking=True)
             self._leaving.append((self.stream.record_event(), source))
         self._wait(_AHEAD)
@@ -133,12 +132,11 @@ class _Held:
         if stream is None:
             (self.back,) = self.host
             return
-        sizes = [len(piece) for piece in self.host]
         current = torch.cuda.current_stream(self.offload.device)
-        self.back = torch.empty(sum(sizes), dtype=torch.uint8, device=self.offload.device)
+        self.back = torch.empty(sum(map(len, self.host)), dtype=torch.uint8, device=self.offload.device)
         stream.wait_stream(current)  # the memory may still be in use there
         with torch.cuda.stream(stream):
-            for piece, part in zip(self.host, self.back.split(sizes), strict=True):
+            for piece, part in paired(self.host, self.back):
                 part.copy_(piece, non_blocking=True)
             self.arrived = stream.record_event()
         # It may be let go before anyone reads it, of a branch without a gradient: not while the copy is under way.

@@ -29,8 +29,8 @@ class Offloader:
             if self._stays(tensor):
                 continue
             nbytes = tensor.untyped_storage().nbytes()
-            pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda) for size in piece_sizes(nbytes)]
-            for piece, part in _paired(pieces, tensor):
+            pieces = host_memory(tensor)
+            for piece, part in paired(pieces, tensor):
                 piece.copy_(part, non_blocking=True)
             self._offloaded.append((tensor, pieces, nbytes))
         if torch.cuda.is_available():
@@ -48,7 +48,7 @@ class Offloader:
             if pieces is None:
                 tensor.zero_()
                 continue
-            for piece, part in _paired(pieces, tensor):
+            for piece, part in paired(pieces, tensor):
                 part.copy_(piece, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -65,7 +65,13 @@ def piece_sizes(nbytes: int) -> list[int]:
     return [*sizes, rest] if rest else sizes
 
 
-def _paired(pieces: list[Tensor], tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def host_memory(tensor: Tensor) -> list[Tensor]:
+    """Return pieces of host memory for a tensor's storage, pinned where it is on a GPU."""
+    sizes = piece_sizes(tensor.untyped_storage().nbytes())
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda) for size in sizes]
+
+
+def paired(pieces: list[Tensor], tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each piece with the part of the tensor's storage that it is for."""
     return zip(pieces, storage_bytes(tensor).split([len(piece) for piece in pieces]), strict=True)
 

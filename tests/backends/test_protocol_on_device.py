@@ -97,7 +97,7 @@ def test_offload_offloads_everything_in_pinned_memory_neutral_to_the_bit(
 
 @pytest.mark.parametrize("device", on_cpu_and_gpu())
 def test_products_are_added_up_in_fp32(device: str) -> None:
-    """As the gradient of a head in bf16 is, chunk by chunk; a sum that a chunk began with stays in it."""
+    """The gradient of a head in bf16 is made so, chunk by chunk; a sum that a chunk began with stays in it."""
     torch.manual_seed(0)
     chunks = [(torch.randn(96, 311).bfloat16(), torch.randn(96, 64).bfloat16()) for _ in range(3)]
     begun_VE = torch.randn(311, 64)

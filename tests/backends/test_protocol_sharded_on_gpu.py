@@ -1,5 +1,5 @@
-"""What engines with several ranks do on a GPU: one rank of each trains, offloads, saves, resumes and exports as `ddp`
-does on the CPU. Where there is no GPU, `ddp` alone is held against itself, so that this file's own code is tried."""
+"""Engines with several ranks on a GPU: one rank of each trains, offloads, saves, resumes and exports as `ddp` does on
+the CPU. Where there is no GPU, `ddp` alone is held against itself, so that this file's own code is tried."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_offload_in_every_step_changes_nothing(root: Path, case: str, device: st
 
 @pytest.mark.parametrize(("case", "device"), [("ddp", "cpu"), *MOVED])
 def test_resume_is_the_step_that_would_have_come(root: Path, case: str, device: str) -> None:
-    """What the CPU saved goes on here, and what is saved here goes on on the CPU."""
+    """A state that the CPU saved goes on here, and one that is saved here goes on on the CPU."""
     one, saved = reference(root, case), str(root / "one rank" / "state")
     ours = trained(root, case, out=f"{case} {device} resumed", device=device, load=saved)
     assert ours.losses()[-1] == pytest.approx(one.losses()[-1], rel=1e-4, abs=1e-4)

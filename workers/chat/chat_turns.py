@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+_TOOL_SETS = 64  # with which chat templates are kept
 _ASKED: list[Message] = [{"role": "user", "content": "Hi"}]
 _PROBE = ' {"a": "é"} \\ \n'  # a reply in which everything shows that a template may do to it
 _WRITES: tuple[Callable[[str], str], ...] = (str, str.strip, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
@@ -268,6 +269,23 @@ class ChatTurns:
             yield content[at : found.start() + 1]
             at = found.start() + 1
         yield content[at:]
+
+
+class ChatsByTools:
+    """The chat template of one model with each set of tools; of those that were asked for, the latest are kept."""
+
+    def __init__(self, codec: TextCodec, renderer: ChatRenderer) -> None:
+        self._codec, self._renderer = codec, renderer
+        self._held: dict[str, ChatTurns] = {}
+
+    def __call__(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
+        """Return the chat template with these tools. Raises ModelError where it cannot show them."""
+        key = json.dumps(tools)
+        if key not in self._held:
+            self._held[key] = ChatTurns(self._codec, self._renderer, tools)
+            if len(self._held) > _TOOL_SETS:  # agents bring their own
+                del self._held[next(iter(self._held))]
+        return self._held[key]
 
 
 def _joined(pieces: Sequence[str], write: Callable[[str], str]) -> str:

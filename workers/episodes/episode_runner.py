@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.role_config import RewardConfig
 from workers.chat.chat_renderer import renderer_of
-from workers.chat.chat_turns import ChatTurns
+from workers.chat.chat_turns import ChatsByTools
 from workers.environments.environment_pool import Described, EnvironmentPool, EnvironmentSetup
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Episode, usual_replies
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from workers.gateway.gateway_server import Gateway
 
 _CLOSE_S = 10.0
-_TOOL_SETS = 64  # whose chat templates are kept
 _PACE_S = 0.02  # between messages to the driver, each of which costs both sides some 0.3 ms
 
 
@@ -44,9 +42,9 @@ class EpisodeRunner:
     def __init__(self, config: RewardConfig, codec: TextCodec, rank: int, log_path: Path) -> None:
         """Start what the environments need. Raises RewardError where one cannot be made, ModelError for a chat template
         that cannot show its tools."""
-        self._config, self._codec, self.rank = config, codec, rank
+        self._config, self.rank = config, rank
         self._renderer = renderer_of(codec)
-        self._chats: dict[str, ChatTurns] = {}  # by their tools
+        self.chat = ChatsByTools(codec, self._renderer)
         self._pools = {
             section.name: EnvironmentPool(
                 EnvironmentSetup.of(section, config.spec_dir),
@@ -80,15 +78,6 @@ class EpisodeRunner:
             chat, section = self.chat(described.tools), self._sections[name]
             if section.history == "append":
                 chat.check_history(usual_replies(described.mode, section, chat))
-
-    def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Return the chat template with these tools."""
-        key = json.dumps(tools)
-        if key not in self._chats:
-            self._chats[key] = ChatTurns(self._codec, self._renderer, tools)
-            if len(self._chats) > _TOOL_SETS:  # agents bring their own
-                del self._chats[next(iter(self._chats))]
-        return self._chats[key]
 
     # ── calls of the rank ─────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from specs.schema.roles import ACTOR
 from specs.schema.table import Table
 from specs.wire.role_config import RolloutConfig, Sampling, TrainConfig
 from workers.chat.chat_renderer import renderer_of
-from workers.chat.chat_turns import ChatTurns
+from workers.chat.chat_turns import ChatsByTools
 from workers.environments.environment_pool import Described
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode_runner import gateway_for_agents
@@ -122,8 +122,9 @@ class Served:
     def __init__(self, config: ServeConfig, sampler: SamplerThread) -> None:
         """Raises ModelError where the tokenizer has no chat template."""
         self._config, self._sampler = config, sampler
-        self._codec = load_codec(config.rollout.model.path)
-        self._renderer = renderer_of(self._codec)
+        codec = load_codec(config.rollout.model.path)
+        renderer = renderer_of(codec)
+        self._chats = ChatsByTools(codec, renderer)
         self._requests = 0
         self._before = Path(config.out).read_text(encoding="utf-8") if Path(config.out).exists() else ""
         self._written = self._before
@@ -136,10 +137,7 @@ class Served:
             max_episode_tokens=config.rollout.model.max_sequence_tokens,
             learn_from="all",
         )
-        self._renderer.render([{"role": "user", "content": "Hi"}])
-
-    def _chats(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        return ChatTurns(self._codec, self._renderer, tools)
+        renderer.render([{"role": "user", "content": "Hi"}])
 
     async def start(self) -> None:
         """Listen. Raises UsageError where the port is taken."""
