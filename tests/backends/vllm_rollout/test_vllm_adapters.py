@@ -124,13 +124,14 @@ def test_some_parts_of_fused_layers_may_have_adapters(process: VllmProcess, trai
         learn(partly, 1, first=seed)
 
 
-# ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
+# ── GPU ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [1, 2])
 def test_adapters_on_a_gpu(level: int) -> None:
-    """vLLM's sleep mode and its own kernels, in bf16: the order of a sync on a shared GPU."""
+    """vLLM's sleep mode and its own kernels, in bf16: the order of a sync on a shared GPU. On the CPU two ways to round
+    differ by 0.25 to 0.6 nats at the worst token of this model, and the model without its adapters by 2.4 to 4."""
     process, trainer = VllmProcess(), trainer_of(dtype="bf16")
     try:
         engine = RemoteVllm(process, config_of(LORA, "bf16", "cuda"))
@@ -140,8 +141,7 @@ def test_adapters_on_a_gpu(level: int) -> None:
             learn(trainer, 1, first=50 + step)
             engine.wake(["weights"])
             assert sync(trainer, engine)[0] == {1: "adapters", 2: "apart"}[level]
-            assert gap(trainer, engine) < 0.15
-            assert gap(trainer, engine) < gap(trainer, engine, adapters=False) / 2
+            assert gap(trainer, engine) < gap(trainer, engine, adapters=False) / 4
             engine.wake(["kv_cache"])
             answer(engine, make_prompts())
     finally:

