@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from backends import activity
+from backends.packed.staging import Staging
 from backends.packed.state_layers import use_rows
 from backends.rollout.uniform import request_keys, uniform
 from backends.sample_requests import Completion, SampleRequest
+from backends.torch_rollout.decode_graphs import DecodeGraphs
 from backends.torch_rollout.kept_prefixes import KeptPrefix, KeptPrefixes
 from backends.torch_rollout.kv_cache import KvCache, Order, PromptBlock, ReadyPrompt
 from backends.torch_rollout.runner import Forward, prefill
@@ -90,10 +92,13 @@ class Decoder:
         prefill_tokens: int,
         counts: Counter[str],
         kept: KeptPrefixes,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`counts` gets steps and tokens. `kept`: prefixes of earlier turns, which gets those of later ones."""
+        """`counts` gets steps and tokens. `kept`: prefixes of earlier turns, which gets those of later ones. `graphs`:
+        of this cache; None decodes every step eagerly."""
         self.forward, self.cache, self.prefill_tokens, self.counts = forward, cache, prefill_tokens, counts
-        self.kept = kept
+        self.kept, self.graphs = kept, graphs
+        self.staging = Staging(cache.device)
         self.stops = np.array(sorted(stops), dtype=np.int64)
         self.queue: deque[QueuedRequest] = deque()
         self.ready: dict[tuple[int, int], ReadyPrompt] = {}
@@ -196,20 +201,34 @@ class Decoder:
 
     def _decode(self) -> None:
         """One token for every active sequence."""
+        self.counts["decode_steps"] += 1
+        packed = self._packed()
+        logits = None if self.graphs is None else self.graphs.run(packed, self.staging)
+        self._sample(self._eagerly() if logits is None else logits, 0)
+
+    def _packed(self) -> NDArray[np.int64]:
+        """Return the token that each active slot puts in, and its position: [2, n]."""
+        rows = self.row_B[: self.active]
+        return np.stack([self.rows.token_N[rows, self.rows.written_N[rows] - 1], self._read_B() - 1])
+
+    def _eagerly(self) -> torch.Tensor:
+        """Return the logits of a step in which slots of much different lengths are read apart."""
         read_B = self._read_B()
         segments, order = self.order.plan(read_B)
         if order is not None:
             self.cache.permute(order, int(read_B.max()))
             self.row_B[: self.active] = self.row_B[order]
-            read_B = read_B[order]
-        rows = self.row_B[: self.active]
-        packed = np.stack([self.rows.token_N[rows, self.rows.written_N[rows] - 1], read_B - 1])
-        tokens, positions = torch.from_numpy(packed).to(self.cache.device).unbind()
+        packed = self._packed()
+        tokens, positions = self._on_device(packed).unbind()
         self.cache.begin_step(packed[1], positions, segments)
-        self.counts["decode_steps"] += 1
         with use_rows(self.cache.states):
-            logits = self.forward(tokens, positions, self.cache)
-        self._sample(logits, 0)
+            return self.forward(tokens, positions, self.cache)
+
+    def _on_device(self, array: NDArray[Any]) -> torch.Tensor:
+        """Return an array that is on its way to the device, for which the host does not wait."""
+        there = self.staging.put(array)
+        self.staging.send()
+        return there
 
     def _read_B(self) -> NDArray[np.int64]:
         """Positions that each active slot reads in the next step: all so far, with the token that goes in."""
@@ -221,7 +240,7 @@ class Decoder:
         """Sample for slots first … active-1, record the tokens, and retire finished sequences."""
         rows, at = self.row_B[first : self.active], self.rows
         said = at.written_N[rows]
-        drawn = torch.from_numpy(uniform(at.key_N[rows], at.drawn_N[rows] + said)).to(self.cache.device)
+        drawn = self._on_device(uniform(at.key_N[rows], at.drawn_N[rows] + said))
         token, logprob = self._draw(logits, drawn, at.way_N[rows])
         token_B, logprob_B = token.cpu().numpy(), logprob.cpu().numpy()
         if not np.isfinite(logprob_B).all():

@@ -30,6 +30,7 @@ from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.decode_check import cache_shapes, check_decoding
+from backends.torch_rollout.decode_graphs import DecodeGraphs
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
 from backends.torch_rollout.kept_prefixes import KeptPrefixes
@@ -63,6 +64,7 @@ class TorchRolloutEngine(SyncedSampler):
         self._take_memory()
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
+        self._graphs: DecodeGraphs | None = None  # of the cache
         self._decoder: Decoder | None = None  # of the open requests
         self._kept = KeptPrefixes(self.table.max_sequences * config.model.max_sequence_tokens)
         self._dropped = False  # slept at level 2: weights have no memory
@@ -140,7 +142,7 @@ class TorchRolloutEngine(SyncedSampler):
     @torch.inference_mode()
     def _adopt(self) -> None:
         self.model.tie_weights()
-        self._cache = self._decoder = None  # the cache belongs to the old weights
+        self._decoder = None  # what its cache holds belongs to the old weights
         self._kept.clear()
         if self._forward is None:
             self._forward = choose_forward(self.model, self.device, self.config.model.max_sequence_tokens)
@@ -153,11 +155,12 @@ class TorchRolloutEngine(SyncedSampler):
         slots = min(self.table.max_sequences, len(self._open))
         if self._decoder is None or len(self._open) == len(requests):  # nothing else is open
             cache = self._cache_for(slots)
-            table, counts = self.table, self.counts
-            self._decoder = Decoder(self._forward, cache, self.stops, table.prefill_tokens, counts, self._kept)
+            ahead, counts = self.table.prefill_tokens, self.counts
+            self._decoder = Decoder(self._forward, cache, self.stops, ahead, counts, self._kept, self._graphs)
         elif slots > self._decoder.cache.slots:
             # Twice as many: those that come one by one would copy the cache each time.
             self._decoder.cache.grow(min(self.table.max_sequences, max(slots, 2 * self._decoder.cache.slots)))
+            self._decoder.graphs = self._graphs = self._graphs_of(self._decoder.cache)
         self._decoder.add(requests)
 
     @torch.inference_mode()
@@ -199,14 +202,15 @@ class TorchRolloutEngine(SyncedSampler):
         return logprob_T
 
     def _cache_for(self, slots: int) -> KvCache:
-        """The cache with at least that many slots. Made at the first use and kept until a sync or sleep."""
+        """The cache with at least that many slots. Made at the first use and kept until the engine sleeps."""
         if self._cache is None or self._cache.slots < slots:
-            self._cache = None
+            self._cache = self._graphs = None
             _give_back_memory(self.device)
             length, dtype = self.config.model.max_sequence_tokens, self.model.dtype
             try:
                 shapes = cache_shapes(self.model, self.device)
                 self._cache = KvCache(shapes.attention, slots, length, self.device, dtype, shapes.states)
+                self._graphs = self._graphs_of(self._cache)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
                     raise
@@ -216,10 +220,16 @@ class TorchRolloutEngine(SyncedSampler):
                 ) from None
         return self._cache
 
+    def _graphs_of(self, cache: KvCache) -> DecodeGraphs | None:
+        assert self._forward is not None, "it is made when the weights are complete"
+        if self.device.type == "cpu" or self.table.enforce_eager or not self._forward.capturable:
+            return None
+        return DecodeGraphs(self._forward, cache, self.model.config.get_text_config().vocab_size)
+
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 
     def _fall_asleep(self, level: int) -> None:
-        self._cache = self._decoder = None
+        self._cache = self._decoder = self._graphs = None
         self._kept.clear()
         if level == 2:
             self._drop_weights()
@@ -258,7 +268,7 @@ class TorchRolloutEngine(SyncedSampler):
         self._lends, self._shared, self._dropped = False, None, True
 
     def close(self) -> None:
-        self._cache = self._decoder = None
+        self._cache = self._decoder = self._graphs = None
         self._kept.clear()
         self._drop_weights()
         self._forward = None

@@ -94,6 +94,8 @@ def _join(parameters: Sequence[Tensor]) -> Tensor:
 class FusedForward:
     """`Forward` for Llama, Mistral, Qwen2 and Qwen3."""
 
+    capturable = True
+
     def __init__(self, model: PreTrainedModel, device: torch.device, max_len: int) -> None:
         self.model = model
         self.layers = list(model.model.layers)

@@ -114,7 +114,7 @@ class KvCache:
         states: Mapping[int, LayerState] = MappingProxyType({}),
     ) -> None:
         """`states`: layer → the state of some sequences, where it has one."""
-        self.slots, self.max_len, self.device = slots, max_len, device
+        self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.mask: Tensor | None = torch.zeros(1, 1, 1, 1, device=device)  # 4-D: the model then builds none
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}

@@ -27,6 +27,7 @@ class Forward(Protocol):
     num_layers: int
     carries_state: bool  # whether some of its layers do
     keeps_prefixes: bool  # whether a prefix's keys and values are all that later tokens need of it
+    capturable: bool  # whether a decode step never asks the device for a value, so that a CUDA graph can hold it
 
     def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor: ...
 
@@ -39,6 +40,8 @@ class Forward(Protocol):
 
 class GenericForward:
     """Any causal language model whose attention goes through transformers' AttentionInterface."""
+
+    capturable = False  # its own code is not known: experts, for one, are counted on the host
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -3,13 +3,15 @@ counted too."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from gpu import needs, on_cpu_and_gpu
-from rollout_helpers import answer, give_weights, make_prompts, rollout_config
+from numpy.typing import NDArray
+from rollout_helpers import VOCAB, answer, give_weights, make_prompts, rollout_config
 from rollout_helpers import write_model as write_shape
 from train_helpers import (
     QWEN2,
@@ -24,11 +26,15 @@ from train_helpers import (
 )
 
 from backends import memory
+from backends.packed.staging import Staging
 from backends.protocol import Rank
+from backends.torch_rollout.decode_graphs import DecodeGraphs
 from backends.torch_rollout.engine import TorchRolloutEngine
+from backends.torch_rollout.kv_cache import KvCache
 from backends.train.engine import HfTrainEngine
 from backends.train.lm_head import add_product
 from specs.schema.role_section import Lora
+from specs.wire.role_config import Sampling
 
 RESIDUAL_GIB = 64 / 1024  # held after a sleep at level 2
 WIDE = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}
@@ -69,6 +75,47 @@ def test_sleep_frees_the_device_and_waking_changes_nothing(tmp_path: Path, devic
         assert sum(spec.nbytes for spec in engine.weight_specs()) / 2**30 == pytest.approx(weights_GiB)
         assert max(asleep) < RESIDUAL_GIB
         assert asleep[-1] - asleep[1] < 2**-10
+
+
+@pytest.mark.parametrize("window", [None, 9], ids=["whole", "window"])
+@pytest.mark.parametrize("device", on_cpu_and_gpu())
+def test_decode_graphs_write_what_eager_steps_write(
+    tmp_path: Path, device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that empty one by one, and twice more requests than slots; new weights, and a cache that moved. On the CPU
+    the padded steps run without a graph."""
+    shape = {"sliding_window": window} if window else {}
+    folder = write_shape(tmp_path, "mistral" if window else "qwen2", **shape)
+    steps: Counter[str] = Counter()
+
+    class Watched(DecodeGraphs):
+        def run(self, packed: NDArray[np.int64], staging: Staging) -> torch.Tensor | None:
+            logits = super().run(packed, staging)
+            steps["eager" if logits is None else "graph"] += 1
+            return logits
+
+    def graphs_of(engine: TorchRolloutEngine, cache: KvCache) -> DecodeGraphs | None:
+        on_gpu = device == "cuda"
+        return None if engine.table.enforce_eager else Watched(engine._forward, cache, VOCAB, captured=on_gpu)
+
+    monkeypatch.setattr(TorchRolloutEngine, "_graphs_of", graphs_of)
+    engines = []
+    for eager in (True, False):
+        config = rollout_config(folder, max_sequences=11, enforce_eager=eager)
+        model = config.model.model_copy(update={"device": device})
+        engines.append(TorchRolloutEngine.build(config.model_copy(update={"model": model}), Rank()))
+    for seed, level in enumerate((0, 0, 2)):
+        found = []
+        for engine in engines:
+            if level:
+                engine.sleep(level)
+                engine.wake(["weights", "kv_cache"])
+            give_weights(engine, seed)
+            found.append(answer(engine, make_prompts(), Sampling(seed=seed, max_response_tokens=60)))
+        for key, (tokens, logprobs, finished) in found[0].items():
+            assert found[1][key][::2] == (tokens, finished)
+            np.testing.assert_allclose(found[1][key][1], logprobs, atol=1e-4)
+    assert steps["graph"] > 3 * steps["eager"] > 0
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=12.0)], ids=["whole", "adapters"])

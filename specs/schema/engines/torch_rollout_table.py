@@ -23,6 +23,8 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     """Sequences decoded at the same time (slots of the KV cache)."""
     prefill_tokens: int = Field(8192, gt=0)
     """Most prompt tokens that go through the model at once."""
+    enforce_eager: bool = False
+    """Launch each kernel of a decode step by itself, also on a GPU, where CUDA graphs launch all at once."""
 
     engine_class: ClassVar[str | None] = "backends.torch_rollout.engine:TorchRolloutEngine"
     parallel_on_cpu: ClassVar[bool | None] = False
@@ -53,7 +55,8 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
         inner = facts.intermediate_size or 4 * facts.hidden_size
         forward = prompts * (3 * inner + 4 * facts.hidden_size) * size
         yield Part("prompts going through", forward + prompts * replica.cache_bytes_per_token, replica.awake)
-        yield Part("logits", 3 * slots * facts.vocab_size * FP32_BYTES, replica.awake)
+        # As the model gives them, in fp32, divided by the temperature, log-probs; their cumulative sum in fp64.
+        yield Part("logits", slots * facts.vocab_size * (size + 5 * FP32_BYTES), replica.awake)
 
     def memory_key(self, *, on_gpu: bool) -> str:
         return "max_sequences"
