@@ -507,7 +507,8 @@ def plain_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if size.dtype == "bf16" else torch.float32
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(size.device)
+    with torch.device(size.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=size.device == "cuda")
     ids = torch.from_numpy(tokens_of(size, folder)).to(size.device)
     advantage = torch.from_numpy(np.random.default_rng(0).normal(size=len(ids)).astype(np.float32)).to(size.device)

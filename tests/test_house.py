@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_300, 15_000, ("backends",)),
-    "four packages": (58_790, 50_000, WINGS),
+    "engines, packing, weights": (16_410, 15_000, ("backends",)),
+    "four packages": (58_860, 50_000, WINGS),
     "scripts": (3_060, 3_000, ("scripts",)),
-    "tests with their cases": (43_780, 38_000, ("tests",)),
+    "tests with their cases": (43_830, 38_000, ("tests",)),
     "docs": (3_880, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
