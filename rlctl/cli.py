@@ -103,7 +103,7 @@ def init(
     from specs.errors import UsageError
 
     if launcher not in ("", *presets.LAUNCHERS):
-        hint = "write slurm or kubernetes; how a role's processes are started is the spec's own, e.g. actor.launcher"
+        hint = "write slurm; how a role's processes are started is the spec's own, e.g. actor.launcher"
         raise UsageError(f'--launcher "{launcher}": not a choice', hint=hint)
 
     if list_presets:
@@ -113,7 +113,7 @@ def init(
     known = presets.LAUNCHERS.get(launcher)
     if known is not None and not force:
         presets.refuse_existing(known.file_of(path))  # before the spec is written: both or neither
-    elsewhere = target == Machine.cluster or launcher == "kubernetes"
+    elsewhere = target == Machine.cluster
     if not (known is not None and not preset and path.exists()):
         presets.write_preset(preset or "quickstart", path, force=force, elsewhere=elsewhere)
         typer.echo(f"wrote {path}")

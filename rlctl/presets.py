@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
-_STEP = "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist={host} sh"
-# In a heterogeneous job, whose parts may have other GPUs and partitions.
-_STEP_IN_ITS_PART = 'case "$FAR_HOSTS" in *" {host} "*) part=1;; *) part=0;; esac; exec ' + _STEP.replace(
-    "srun", "srun --het-group=$part", 1
-)
 
 
 def presets() -> dict[str, Path]:
@@ -83,7 +78,6 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     far = {place for place in named if apart and rollout and place[0] in rollout.hosts}
     # A host gives GPUs from 0 to the highest number.
     gpus, far_gpus = (max((number for _, number in places), default=-1) + 1 for places in (named - far, far))
-    shell = ["sh", "-c", _STEP_IN_ITS_PART] if apart else _STEP.split()
     template = Template(BATCH_TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
     text = template.render(
         **{
@@ -94,14 +88,12 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
             "each": each,
             "replicas": replicas,
         },
-        **{"gpus": gpus, "far_gpus": far_gpus, "far_slots": max(replicas, far_gpus)},
-        slots=max(each, gpus) if apart else max(each, replicas, gpus),
+        **{"gpus": gpus, "far_gpus": far_gpus},
         graders=any(ROLES[role].holds == "scorer" and run.role(role).nodes > 1 for role in run.roles),
         needs=_engine_on_more_nodes(spec, run),
         spec=shlex.quote(spec.name),
         name=shlex.quote(spec.stem),
         bin='"$PWD/.venv/bin"' if elsewhere else shlex.quote(str(Path(sys.executable).parent)),
-        shell=json.dumps(shell),
         run=shlex.quote(str(run.run.place)),
     )
     target = LAUNCHERS["slurm"].file_of(spec)
@@ -123,20 +115,6 @@ def _engine_on_more_nodes(spec: Path, run: Spec) -> str:
     return ""
 
 
-def write_manifest(spec: Path, *, force: bool, elsewhere: bool = True) -> Path:
-    """Write the Kubernetes manifest that trains `spec` beside it, with a pod for each of its hosts; returns the path.
-    Pods are `elsewhere` always: their image says where rlctl is.
-
-    Raises UsageError when a file is in the way or pods cannot run the spec, SpecError when the spec cannot be read.
-    """
-    from rlctl.processes.jobset import manifest
-    from specs.load.load import load_spec
-
-    target = LAUNCHERS["kubernetes"].file_of(spec)
-    _write(target, manifest(load_spec(spec, []), spec, target), force=force)
-    return target
-
-
 class _Writes(Protocol):
     def __call__(self, spec: Path, *, force: bool, elsewhere: bool = ...) -> Path: ...
 
@@ -156,12 +134,7 @@ class ForLauncher:
         return self.starts.format(file=shlex.quote(str(self.file_of(spec))))
 
 
-LAUNCHERS = {
-    "slurm": ForLauncher(".sbatch", write_batch_script, "sbatch {file}"),
-    "kubernetes": ForLauncher(
-        ".jobset.yaml", write_manifest, "fill in IMAGE in {file}, whose first lines say how to start"
-    ),
-}
+LAUNCHERS = {"slurm": ForLauncher(".sbatch", write_batch_script, "sbatch {file}")}
 
 
 def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = False) -> None:

@@ -42,7 +42,7 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         raise SpecError(errors)
     if elsewhere:
         warnings, notes = notes_of(warnings, notes)
-    plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
+    plan = make_plan(spec, spec_dir)
     for role in plan.roles:
         print("\n".join([*describe(role), *_library_configs(spec, role)]) + "\n")
     print(_ELSEWHERE if elsewhere else _INHERITED)
@@ -77,7 +77,7 @@ def describe(role: RolePlan) -> list[str]:
     for node in role.remote:
         here = {name: value for name, value in node.env.items() if known.get(name) != value}
         lines += [
-            f"  node {node.node_rank}   {node.host}, {_ranks(role, node.node_rank)}, through: {shlex.join(node.shell)}",
+            f"  node {node.node_rank}   {node.host}, {_ranks(role, node.node_rank)}",
             f"  command  {shlex.join(node.command)}{times}",
             *(_env(here) or ["  env      as on node 0"]),
         ]

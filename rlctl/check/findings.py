@@ -81,7 +81,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         warnings += run_dir_warnings(spec)
     plan = None
     try:
-        plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
+        plan = make_plan(spec, spec_dir)
     except SpecError as error:
         problems += [problem for problem in error.problems if problem not in problems]
     found = Findings([*problems, *too_large], warnings, notes, spec, plan, elsewhere=elsewhere)

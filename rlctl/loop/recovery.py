@@ -117,7 +117,7 @@ def policy_for(
     far = {rank: host for rank in range(placed.processes) if (host := placed.host_of(rank))}
     on_failure = FailureWarnings(groups, far, warn)
     covered = None if ROLES[role].samples else frozenset(far)
-    return RestartPolicy(role, section.max_restarts, on_failure, section.min_processes, frozenset(far), covered)
+    return RestartPolicy(role, section.max_restarts, on_failure, section.min_processes, covered)
 
 
 def begin_with_fewer(groups: Groups, policy: RestartPolicy) -> None:

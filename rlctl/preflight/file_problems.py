@@ -21,7 +21,6 @@ from rlctl.models.tokenizer_files import (
     lone_tokenizer,
 )
 from rlctl.preflight.data_files import check_data
-from rlctl.preflight.hostfile import hostfile_problems
 from rlctl.preflight.interpreters import interpreter_problems, packages_of
 from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
@@ -53,7 +52,7 @@ def file_problems(
     """
     errors, warnings, config = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
-    errors += [*_new(data_errors, errors), *hostfile_problems(spec, spec_dir)]
+    errors += _new(data_errors, errors)
     errors += choice_problems(spec, spec_dir, elsewhere=True)
     errors += function_problems(spec, spec_dir)
     warnings += data_warnings

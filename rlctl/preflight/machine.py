@@ -32,12 +32,19 @@ def machine_problems(
     errors = [*(missing_package(*tracker) for tracker in trackers), *_folders(spec, spec_dir, run_dir)]
     by_srun = [role for role, section in spec.sections() if ROLES[role].together and section.launcher == "srun"]
     warnings: list[Problem] = []
+    errors += _ray(spec)
     if not (starting or shutil.which("srun")):  # at a start the launcher says it
         hint = 'start it inside a SLURM job, or write "torchrun"'
         warnings += [NotHere(f"{role}.launcher", "this machine has no srun", hint) for role in by_srun]
     (errors if starting else warnings).extend(_ports(spec))
     (errors if here else warnings).extend([] if errors else _disk(spec, config, run_dir))
     return errors, warnings
+
+
+def _ray(spec: Spec) -> Iterator[Problem]:
+    if spec.cluster is not None and spec.cluster.kind == "ray" and find_spec("ray") is None:
+        hint = "pip install 'rlctl[ray]', in the version that the cluster has"
+        yield Problem("cluster.kind", "the package ray is not installed", hint, '"ray"')
 
 
 def _ports(spec: Spec) -> list[Problem]:

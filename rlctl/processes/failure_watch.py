@@ -79,7 +79,7 @@ class FailureWatch:
     def heard_nothing(self, event: Silent) -> None:
         """Take in that a rank is silent. Where no rank of its host gives a sign of life, host or network are down."""
         place = event.role, event.rank
-        host = self._membership.host_of(*place)
+        host, far = self._membership.host_of(*place), bool(self._membership.plan.role(event.role).host_of(event.rank))
         if silent_host := self._membership.silent_with(*place):
             message = (
                 f"no sign of life from host {silent_host} for {event.seconds:.1f} s: it is down, or its network is"
@@ -88,7 +88,7 @@ class FailureWatch:
             self._signal_for_stacks(place)
             cut = f", or the network to {host} is cut" if host else ""
             message = f"no sign of life for {event.seconds:.1f} s: it hangs, or was stopped{cut}"
-        self.assess(Evidence(*place, Cause.SILENT, message, needs_log=not silent_host))
+        self.assess(Evidence(*place, Cause.SILENT, message, needs_log=not silent_host, host_lost=far))
 
     def heard_garbage(self, role: str, rank: int, error: ChannelError) -> None:
         """Take in that a rank sent what is no message."""
@@ -126,9 +126,7 @@ class FailureWatch:
             code = started.process.poll()
             if code is not None and started.mark not in self._ended:
                 self._ended.add(started.mark)
-                evidence = from_end(started, code)
-                if not self._membership.seek_again(started, evidence):
-                    self.assess(evidence, _EXIT_GRACE_S)
+                self.assess(from_end(started, code), _EXIT_GRACE_S)
 
     def _settle_failures(self) -> None:
         failed = self._states.newly_failed()

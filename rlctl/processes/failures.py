@@ -52,6 +52,7 @@ class Evidence:
     hint: str = ""
     log_name: str = ""  # another log than the rank's own
     needs_log: bool = True  # the message does not say it all: show the last lines of the log
+    host_lost: bool = False  # with all that was there
     in_sync: int = 0  # number of the joined verb that it ended: the failure of a rank elsewhere explains it
 
     @property
@@ -123,9 +124,12 @@ def from_end(started: Started, code: int) -> Evidence:
     signal is a root cause, unless it is one that follows from others; an exit code perhaps not."""
     role, rank = started.role, started.ranks[0]
     if isinstance(started.process, RemoteProcess) and not started.process.has_reported:
-        host = started.host or "the supervisor here"
+        host, log_name = started.host or "the supervisor here", started.process.node.log_path.name
         message = f"the connection to {host} ended ({describe_exit(code)}): every {role} there has failed"
-        return Evidence(role, rank, Cause.ENDED, message, log_name=started.process.node.log_path.name)
+        if refused := started.process.node.refused:
+            message = f"{host} cannot take part: {refused}"
+        lost = started.process.node.shell.lost and not refused
+        return Evidence(role, rank, Cause.ENDED, message, log_name=log_name, host_lost=lost)
     if started.launcher and (reported := root_cause(started.log_path)):
         return _ended(role, *reported, Severity.ROOT)
     is_root = code < 0 and (bool(started.launcher) or code not in _FOLLOW_UPS)

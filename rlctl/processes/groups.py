@@ -50,7 +50,7 @@ class Groups:
     ) -> None:
         self.plan = plan
         self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK)
-        self.launcher = Launcher(log_dir, self.hub.environment())
+        self.launcher = Launcher(log_dir, self.hub.environment(), plan.cluster)
         self.membership = Membership(plan, self.hub, self.launcher)
         self.ranks = self.membership.states
         self.watch = StallWatch(stall_timeout_s)
@@ -137,8 +137,6 @@ class Groups:
     def tick(self, timeout_s: float = _TICK_S) -> None:
         """Wait up to `timeout_s` for something to happen and handle it. Raise RoleFailure."""
         self._pump(timeout_s)
-        self.membership.look_for_hosts()
-        self.launcher.keep_connections_open()
         self.failures.check()
         if self._on_tick is not None and time.monotonic() - self._ticked_at >= _TICK_S / 2:
             self._ticked_at = time.monotonic()

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-import shlex
-import signal
+import os
 import socket
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from rlctl.processes.launch import remote_script
+from rlctl.processes.launch import base_environment, remote_script
 from rlctl.processes.remote_check import MARK, HostReply, Questions
+from rlctl.processes.shells import Cluster, Shell
 from specs.errors import Problem, SpecError
-from workers.watchdog import signal_group
 
-CHECK_TIMEOUT_S = 20.0
-_ENTERED = "rlctl-shell"  # printed by a shell on the host, before anything that may fail there
+CHECK_TIMEOUT_S = 30.0
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
 class RemoteHost:
-    """A host by its number in the run, its name, and the shell that leads there; one of the interpreters that roles
-    have there; `devices`: GPUs that they name; `files`: path → checksum of what they read beside models."""
+    """A host by its number in the run and its name; one of the interpreters that roles have there; `devices`: GPUs that
+    they name; `files`: path → checksum of what they read beside models."""
 
     number: int
     name: str
-    shell: tuple[str, ...]
     python: str
     python_path: str
     devices: frozenset[int] = frozenset()
@@ -42,33 +41,52 @@ class RemoteHost:
         return (self.python, "-m", "rlctl.processes.remote_check", json.dumps(own))
 
 
-@dataclass(frozen=True)
-class _Result:
-    """The outcome of a check. `unreached`: why there is no way to the host, or from it to this one."""
-
-    host: RemoteHost
-    problem: Problem | None
-    unreached: str = ""
-
-
-def check_hosts(
-    hosts: Sequence[RemoteHost], questions: Questions, may_lack: Callable[[frozenset[int]], bool]
-) -> dict[str, str]:
-    """Raise SpecError with what keeps hosts from their part, all checked at once for at most CHECK_TIMEOUT_S. Where the
-    run `may_lack` all hosts that cannot be reached: the name of each of them, and why."""
-    if not hosts:
-        return {}
+def check_hosts(hosts: Sequence[RemoteHost], cluster: Cluster, questions: Questions) -> None:
+    """Raise SpecError with what keeps hosts from their part, all checked at once for at most CHECK_TIMEOUT_S."""
     with ExitStack() as stack:
         doors = [stack.enter_context(_door(questions["address"], port)) for port in questions["ports"]]
         questions = Questions(**{**questions, "ports": [door.getsockname()[1] for door in doors]})
-        pool = stack.enter_context(ThreadPoolExecutor(len(hosts)))
-        results = [*pool.map(lambda host: _check(host, questions), hosts)]
-    unreached = [result for result in results if result.unreached]
-    if not may_lack(frozenset(result.host.number for result in unreached)):
-        unreached = []
-    if problems := [result.problem for result in results if result.problem and result not in unreached]:
-        raise SpecError(problems)
-    return {result.host.name: result.unreached for result in unreached}
+        log_path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
+        checks = [_Check(host, cluster, questions, log_path) for host in hosts]
+        deadline = time.monotonic() + CHECK_TIMEOUT_S
+        while any(check.goes_on for check in checks) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        if problems := [problem for check in checks if (problem := check.problem())]:
+            raise SpecError(problems)
+
+
+class _Check:
+    """A check of one host that goes on."""
+
+    def __init__(self, host: RemoteHost, cluster: Cluster, questions: Questions, log_path: Path) -> None:
+        self._host, self._log_path, self._output = host, log_path, b""
+        env = {"PYTHONPATH": host.python_path, "PYTHONSAFEPATH": "1"}
+        self._shell: Shell = cluster.shell(host.number, sorted(host.devices), base_environment(), log_path)
+        self._shell.write(remote_script(env, host.check(questions)))
+
+    @property
+    def goes_on(self) -> bool:
+        ended = self._shell.poll() is not None
+        self._output += self._shell.read()
+        return not ended
+
+    def problem(self) -> Problem | None:
+        """Return what was found; of a host that has not answered, that. End the shell."""
+        why = f"no answer within {CHECK_TIMEOUT_S:g} s" if self.goes_on else f"exit code {self._shell.poll()}"
+        self._shell.hang_up()
+        if self._shell.poll() is None:
+            self._shell.kill()
+        lines = [line.strip() for line in self._output.decode(errors="replace").splitlines() if line.strip()]
+        for line in lines:
+            if line.startswith(MARK):
+                reply: HostReply = json.loads(line.removeprefix(MARK))
+                return Problem(**reply["problem"]) if reply["problem"] else None
+        if self._log_path.exists():
+            lines += self._log_path.read_text(errors="replace").splitlines()
+        reason = f"{why}: {lines[-1]}" if lines else why
+        hint = f"{self._host.python} must exist there, with rlctl's folder and {os.getcwd()}, as on this host"
+        name = self._host.name
+        return Problem("cluster", f"host {name} cannot be used: {reason}", hint, name)
 
 
 def _door(address: str, port: int) -> socket.socket:
@@ -77,32 +95,3 @@ def _door(address: str, port: int) -> socket.socket:
         return socket.create_server((address, port), backlog=1024)
     except OSError:
         return socket.create_server((address, 0), backlog=1024)
-
-
-def _check(host: RemoteHost, questions: Questions) -> _Result:
-    env = {"PYTHONPATH": host.python_path, "PYTHONSAFEPATH": "1"}
-    script = f"echo {_ENTERED}\n" + remote_script(env, host.check(questions))
-    try:
-        process = subprocess.Popen(
-            host.shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return _Result(host, Problem("cluster.remote_shell", f"cannot be started: {error.strerror}", "", host.shell[0]))
-    try:
-        output, why = process.communicate(script, CHECK_TIMEOUT_S)[0], ""
-    except subprocess.TimeoutExpired:
-        signal_group(process.pid, signal.SIGKILL)
-        output, why = process.communicate()[0], f"no answer within {CHECK_TIMEOUT_S:g} s"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for line in lines:
-        if line.startswith(MARK):
-            reply: HostReply = json.loads(line.removeprefix(MARK))
-            problem = Problem(**reply["problem"]) if reply["problem"] else None
-            return _Result(host, problem, reply["dial"] and f"it cannot reach this host: {reply['dial']}")
-    last = next((line for line in reversed(lines) if line != _ENTERED), "no output")
-    reason = why or f"exit code {process.returncode}: {last}"
-    missing = "" if why else f"; {host.python} must exist there, with rlctl's folder, as on this host"
-    hint = f"try it by hand: echo hostname | {shlex.join(host.shell)}{missing}"
-    broken = Problem("cluster.hostfile", f"host {host.name} cannot be used: {reason}", hint, host.name)
-    return _Result(host, broken, "" if _ENTERED in lines else reason)

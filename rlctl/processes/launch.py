@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlctl.processes.node_connection import NodeConnection, RemoteProcess
 from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan, package_root
+from rlctl.processes.shells import Cluster, LocalShell, Shell
 from specs.errors import Problem, SpecError
 from workers.watchdog import kill_marked, pids_marked, signal_group
 
@@ -37,7 +38,6 @@ _PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
 _REMOTE_GRACE_S = 10.0
 _REMOTE_KILL_S = 8.0  # for a host to report that a process of it was killed
-CONNECTION_SILENCE_S = 120.0  # a connection that is silent for long is closed on its way: by a kubelet, a firewall
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ class Launcher:
     `start` must be called from the main thread: the kernel ends a rank when the *thread* that started it ends.
     """
 
-    def __init__(self, log_dir: Path, home: Mapping[str, str]) -> None:
-        self.log_dir = log_dir
+    def __init__(self, log_dir: Path, home: Mapping[str, str], cluster: Cluster | None = None) -> None:
+        """`cluster`: the other hosts, which are given back at the end."""
+        self.log_dir, self.cluster = log_dir, cluster
         self.started: list[Started] = []
         self.run_id = secrets.token_hex(16)
         self._home = dict(home)
@@ -68,11 +69,9 @@ class Launcher:
         self._stores: list[Path] = []
         self._ports: list[socket.socket] = []
         self._nodes: dict[tuple[str, str], NodeConnection] = {}  # by role and host
-        self._refreshed_at = time.monotonic()
 
     def start(self, plan: RolePlan) -> None:
-        """Start a role's processes, but on hosts that are checked first (`start_rank`); return at once. Logs go to
-        `log_dir/<role>/rank<N>.log`."""
+        """Start a role's processes; return at once. Logs go to `log_dir/<role>/rank<N>.log`."""
         folder = self.log_dir.absolute() / plan.role
         folder.mkdir(parents=True, exist_ok=True)
         group: dict[str, str] = {}
@@ -81,9 +80,7 @@ class Launcher:
             group["RLCTL_GROUP_STORE"] = str(self._make_store_folder() / plan.role)
         if plan.launcher == "python":
             for rank in range(plan.processes):
-                node = plan.remote_of(rank)
-                if node is None or not node.check:
-                    self.start_rank(plan, rank, group, port)
+                self.start_rank(plan, rank, group, port)
             return
         to_log = {"RLCTL_LOG_DIR": str(folder)}
         meeting_port = port or str(self._reserve_port())
@@ -92,7 +89,7 @@ class Launcher:
         if plan.launcher == "srun":
             # It does not end by itself when the driver dies: a supervisor on this host ends it.
             meeting = {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
-            node = RemoteNode("", 0, ("sh",), command, plan.env | meeting)
+            node = RemoteNode("", 0, 0, command, plan.env | meeting)
             self._start_remote(plan, node, tuple(range(plan.processes)), to_log, log_path)
             return
         env = self._environment(plan) | group | to_log
@@ -163,31 +160,34 @@ class Launcher:
         """Start a process through the supervisor of its role and host."""
         connection = self._nodes.get((plan.role, node.host))
         if connection is None or connection.ended:
+            is_new = connection is not None or (self.cluster is not None and node.host in self.cluster.pending)
             if connection is not None:
                 connection.close()
-            connection = self._nodes[plan.role, node.host] = self._connect(plan, node)
+            connection = self._nodes[plan.role, node.host] = self._connect(plan, node, is_new=is_new)
         mark = self._new_mark()
         process = RemoteProcess(connection, mark)
         process.start(node.command, env, log_path)
         launcher = "" if plan.launcher == "python" else plan.launcher
         self.started.append(Started(plan.role, ranks, process, log_path, launcher, node.host, mark))
 
-    def _connect(self, plan: RolePlan, node: RemoteNode) -> NodeConnection:
-        """Open a shell on a host, which reads what to run, secrets too, from its input."""
+    def _connect(self, plan: RolePlan, node: RemoteNode, *, is_new: bool) -> NodeConnection:
+        """Open a shell on a host, which reads what to run, secrets too, from its input. `is_new`: the host was not
+        there when the others were checked."""
         log_path = self.log_dir.absolute() / plan.role / f"supervisor_{node.host or 'here'}.log"
         env = base_environment() | {_OWN_MARK: self._new_mark()}
-        shell = _popen(node.shell, env, log_path, key="cluster.remote_shell", pipes=True)
+        given = dict(node.env)
+        shell: Shell
+        if node.number == 0:
+            shell = LocalShell(("sh",), env, log_path)
+        else:
+            assert self.cluster is not None, f"{plan.role} is on {node.host}"
+            shell = self.cluster.shell(node.number, plan.devices, env, log_path)
+            if self.cluster.gives_devices:
+                given.pop("CUDA_VISIBLE_DEVICES", None)
         shared = {name: value for name, value in os.environ.items() if name.startswith(SHARED_PREFIXES)}
         supervisor = (plan.python, "-m", "workers.node")
-        script = remote_script({**shared, **node.env, **self._ours(plan)}, supervisor, first=node.check)
+        script = remote_script({**shared, **given, **self._ours(plan)}, supervisor, first=node.check if is_new else ())
         return NodeConnection(node.host, shell, script, log_path)
-
-    def keep_connections_open(self) -> None:
-        """Send something to every supervisor now and then."""
-        if time.monotonic() - self._refreshed_at >= CONNECTION_SILENCE_S:
-            self._refreshed_at = time.monotonic()
-            for node in self._nodes.values():
-                node.keep_open()
 
     def log_path(self, role: str, rank: int) -> Path:
         return self.log_dir / role / f"rank{rank}.log"
@@ -205,13 +205,16 @@ class Launcher:
         # A remote shell that is killed early cannot report that its host is clean.
         _wait_for_all([*self._processes, *shells], _REMOTE_GRACE_S)
         for shell in shells:
-            signal_group(shell.pid, signal.SIGKILL)
+            if shell.poll() is None:
+                shell.kill()
         _wait_for_all([*self._processes, *shells], _KILL_TIMEOUT_S)
         left = kill_marked(self._mark, _KILL_TIMEOUT_S)
         if left:
             log.error("processes that could not be ended: %s", left)
         for connection in self._nodes.values():
             connection.close()
+        if self.cluster is not None:
+            self.cluster.close()
         for folder in self._stores:
             shutil.rmtree(folder, ignore_errors=True)
         for held in self._ports:
@@ -261,17 +264,15 @@ class Launcher:
         return f"{self.run_id}.{self._spawned}"
 
 
-def _popen(
-    command: Sequence[str], env: Mapping[str, str], log_path: Path, *, key: str, pipes: bool = False
-) -> subprocess.Popen[bytes]:
-    """Start a process with its output in a log, or with `pipes` to and from it. Raise SpecError that names `key`."""
+def _popen(command: Sequence[str], env: Mapping[str, str], log_path: Path, *, key: str) -> subprocess.Popen[bytes]:
+    """Start a process with its output in a log. Raise SpecError that names `key`."""
     with log_path.open("ab") as output:
         try:
             return subprocess.Popen(
                 command,
                 env=dict(env),
-                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipes else output,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
             )
@@ -308,7 +309,7 @@ def remote_script(env: Mapping[str, str], command: Sequence[str], *, first: Sequ
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit 1", *exports, *check, become, ""])
 
 
-def _wait_for_all(processes: Sequence[subprocess.Popen[bytes] | RemoteProcess], timeout_s: float) -> bool:
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes] | RemoteProcess | Shell], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes):
         if time.monotonic() >= deadline:

@@ -1,20 +1,14 @@
-"""Keep who is there: the processes of the ranks, how each introduced itself, and the hosts that may still join."""
+"""Keep who is there: the processes of the ranks, how each introduced itself, and the hosts they are on."""
 
 from __future__ import annotations
 
-import math
-import time
-
 from rlctl.processes.channel import Hub, Member
 from rlctl.processes.failures import Evidence
-from rlctl.processes.launch import Launcher, Place, Started
-from rlctl.processes.node_connection import RemoteProcess
+from rlctl.processes.launch import Launcher, Place
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.rank_states import RankState, RankStates
 from specs.errors import Cause
 from specs.wire.messages import Kind, Message, Verb
-
-LOOK_S = 10.0  # between two looks for a host
 
 
 class Membership:
@@ -24,20 +18,17 @@ class Membership:
         self.plan, self.hub, self.launcher = plan, hub, launcher
         self.members: dict[Place, Member] = {}
         self.states = RankStates()  # no restarts unless allowed (rlctl/loop/recovery.py)
-        self._sought: dict[Place, float] = {}  # ranks on hosts that the run has begun without → when to look for them
-        self._reported: dict[Place, str] = {}  # why one of them does not come
 
     def launch(self, plan: RolePlan) -> list[Evidence]:
-        """Start a role's processes. Return why ranks on hosts that cannot be reached do not start."""
+        """Start a role's processes. Return which ranks wait for a host that is not there yet."""
         self.hub.expect(plan.role, plan.processes)
-        unreached = self.plan.unreached
-        absent = {rank: host for rank in range(plan.processes) if (host := plan.host_of(rank)) in unreached}
+        pending = self.plan.cluster.pending if self.plan.cluster is not None else {}
         self.launcher.start(plan)
         self.states.started(plan.role, plan.processes)
-        self._sought |= {(plan.role, rank): time.monotonic() + LOOK_S for rank in absent}
         return [
-            Evidence(plan.role, rank, Cause.OVERDUE, f"is not there: {unreached[host]}", needs_log=False)
-            for rank, host in absent.items()
+            Evidence(plan.role, rank, Cause.OVERDUE, pending[host], needs_log=False)
+            for rank in range(plan.processes)
+            if (host := plan.host_of(rank)) in pending
         ]
 
     def relaunch(self, role: str, rank: int) -> None:
@@ -52,7 +43,6 @@ class Membership:
         place = member.role, member.rank
         self.members[place] = member
         self.states.joined(place)
-        self._sought.pop(place, None)
 
     def is_awaited(self, place: Place) -> bool:
         """Return whether a rank that was started is still to join."""
@@ -67,34 +57,19 @@ class Membership:
         return late
 
     def remove(self, evidence: Evidence) -> None:
-        """End what is left of a rank that has failed."""
+        """End what is left of a rank that has failed. One whose host is lost starts again on the next that comes."""
         role, rank = evidence.role, evidence.rank
         # A host that gives no sign of life is not waited for: with several roles there that would add up.
         self.launcher.kill(role, rank, wait=not self.silent_with(role, rank))
-        if rank in self.states.dropped(role):
+        if rank not in self.states.dropped(role):
+            return
+        if evidence.host_lost and self.plan.cluster is not None and self.plan.cluster.replaces:
+            self.members.pop((role, rank), None)
+            self.hub.forget(role, rank)
+            self.states.await_host((role, rank))
+            self.launcher.start_rank(self.plan.role(role), rank)
+        else:
             self.hub.expect_no_more(role, rank)
-
-    def seek_again(self, started: Started, evidence: Evidence) -> bool:
-        """Return whether a process that ended was a rank on a host that the run has begun without: it is sought again
-        later. Report why it did not come, once for each reason, where there is a way to its host."""
-        place, process = (evidence.role, evidence.rank), started.process
-        if place not in self._sought or not isinstance(process, RemoteProcess):
-            return False
-        self._sought[place] = time.monotonic() + LOOK_S
-        self.launcher.kill(*place)
-        refused = process.node.refused
-        why = f"is there, but cannot take part: {refused}" if refused else f"did not come: {evidence.message}"
-        if (process.node.ready or refused) and self._reported.get(place) != why:
-            self._reported[place] = why
-            has_log = self.launcher.log_path(*place).exists()
-            self.states.policy_of(place[0]).on_failure(Evidence(*place, Cause.OVERDUE, why, needs_log=has_log))
-        return True
-
-    def look_for_hosts(self) -> None:
-        """Start ranks on hosts that may be there by now: each host is checked first, as the others were."""
-        for place in [place for place, due in self._sought.items() if time.monotonic() > due]:
-            self._sought[place] = math.inf  # until it ends
-            self.launcher.start_rank(self.plan.role(place[0]), place[1])
 
     def silent_with(self, role: str, rank: int) -> str:
         """Return the other host whose ranks are all silent, this one among them; empty where there is none."""

@@ -7,11 +7,11 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlctl.preflight.hostfile import Host, hosts_of
+from rlctl.processes.shells import Cluster
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
 from specs.schema.recipes import RlSpec, sampling_of
@@ -25,19 +25,19 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 # sleeps: without it decoding takes 1.5x and training 1.2x as long; idle roles still sleep.
 SPIN_COUNT = "20000"
 LOOPBACK = "127.0.0.1"
-# Stand-ins in commands until a run starts: a port that is free then, and this host's address for the other hosts.
-FREE_PORT, UNKNOWN_ADDRESS, UNKNOWN_HOST = "{port}", "{address}", "{host}"
+# Stand-ins in commands until a run starts: a port that is free then, and this host's address for the others.
+FREE_PORT, UNKNOWN_ADDRESS = "{port}", "{address}"
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
 class RemoteNode:
-    """A role's processes on another host, in a shell that `shell` runs there. `command` starts them all, or, as
+    """A role's processes on another host, which is number `number` of the run. `command` starts them all, or, as
     `RolePlan.command`, one of them, after `check`, if there is one. `node_rank` counts the role's nodes, from 0."""
 
     host: str
     node_rank: int
-    shell: tuple[str, ...]
+    number: int
     command: tuple[str, ...]
     env: dict[str, str]
     check: tuple[str, ...] = ()
@@ -102,17 +102,17 @@ class RolePlan:
 @dataclass(frozen=True)
 class Plan:
     """All roles in the order in which they start. `colocated`: trainers and rollouts take turns on their devices.
-    `address`: this host's, where ranks on other hosts find it; empty: there are none. `unreached`: names of other
-    hosts, without which the run begins, and why there is no way to them."""
+    `address`: this host's, where ranks on other hosts find it; empty: there are none. `cluster`: the other hosts, of a
+    run that is about to start."""
 
     roles: tuple[RolePlan, ...]
     colocated: bool
     address: str = ""
-    unreached: Mapping[str, str] = field(default_factory=dict)
+    cluster: Cluster | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Return the other hosts that processes are started on through the remote shell, each once."""
+        """Return the other hosts that processes are started on through a shell, each once."""
         return tuple(dict.fromkeys(remote.host for role in self.roles for remote in role.remote))
 
     def role(self, name: str) -> RolePlan:
@@ -120,21 +120,20 @@ class Plan:
 
 
 def make_plan(
-    spec: Spec, spec_dir: Path, *, cores: int | None = None, address: str = "", elsewhere: bool = False
+    spec: Spec, spec_dir: Path, *, cores: int | None = None, address: str = "", names: Sequence[str] = ()
 ) -> Plan:
     """Plan a run of `spec`, whose relative paths start at `spec_dir`, on hosts with `cores` CPU cores each (unset: as
-    many as this process may use). `address` is this host's for other hosts (unset: `cluster.address`). `elsewhere`:
-    the hostfile may be on another machine than this, where hosts have their names from."""
+    many as this process may use). `address` is this host's for other hosts, `names` are those of all; unset: they are
+    known when the run starts."""
     usable = cores or usable_cores()
-    cluster = spec.cluster or ClusterSection()
     several = any(spec.role(name).leaves_host for name in spec.roles)
-    beyond = (address or cluster.address or UNKNOWN_ADDRESS) if several else ""
-    hosts = hosts_of(spec, spec_dir, elsewhere=elsewhere)
+    beyond = (address or UNKNOWN_ADDRESS) if several else ""
     at_once = 2 if _work_at_once(spec) else 1
     for_transport = {}
     if (sampling := sampling_of(spec)) is not None and choose_transport(sampling)[0] == "cuda_ipc":
         for_transport = _without_expandable_segments()
-    planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once, for_transport)
+    port = (spec.cluster or ClusterSection()).port
+    planner = _Planner(spec_dir, usable, port, beyond, names, at_once, for_transport)
     return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), spec.colocated, beyond)
 
 
@@ -164,9 +163,9 @@ class _Planner:
 
     spec_dir: Path
     cores: int
-    cluster: ClusterSection
+    port: int
     address: str
-    hosts: list[Host]
+    names: Sequence[str]
     at_once: int  # roles with CPU work at the same time, beside judging
     for_transport: Mapping[str, str]  # variables of the actor
 
@@ -197,7 +196,7 @@ class _Planner:
             nodes=section.nodes,
             meeting=meeting,
             remote=tuple(
-                RemoteNode(host, node, self._shell(host), commands[node], remote_env)
+                RemoteNode(host, node, section.hosts[node], commands[node], remote_env)
                 for node, host in enumerate(hosts)
                 if section.hosts[node] > 0
             ),
@@ -216,17 +215,13 @@ class _Planner:
         if section.nodes == 1 or not ROLES[name].together:
             return Rendezvous()
         together = [role for role in ROLES if ROLES[role].together]
-        return Rendezvous(self.address, self.cluster.port + together.index(name))
+        return Rendezvous(self.address, self.port + together.index(name))
 
     def _hosts(self, section: RoleSection) -> list[str]:
         """Return a host per command that starts the role; srun starts all nodes with one."""
         if not section.leaves_host or section.launcher == "srun":
             return ["localhost"]
-        names = [host.name for host in self.hosts[section.hosts.start : section.hosts.stop]]
-        return names + [UNKNOWN_HOST] * (section.nodes - len(names))  # a hostfile too short is refused elsewhere
-
-    def _shell(self, host: str) -> tuple[str, ...]:
-        return tuple(word.replace("{host}", host) for word in self.cluster.remote_shell)
+        return [self.names[number] if self.names else f"host {number}" for number in section.hosts]
 
 
 def _interpreter(python: str, spec_dir: Path) -> str:

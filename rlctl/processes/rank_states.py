@@ -42,13 +42,12 @@ class RestartPolicy:
     rank that is late. Role "": none. `ranks`: only these; None: all.
 
     As long as `least` are left (None: never), a rank is dropped where no restart is left, where it cannot be built, or
-    where it is one of those on other hosts (`far`) and gives no sign of life: its host may be gone."""
+    where its host is lost."""
 
     role: str = ""
     limit: int = 0
     on_failure: Callable[[Evidence], None] = lambda evidence: None
     least: int | None = None
-    far: frozenset[int] = frozenset()
     ranks: frozenset[int] | None = None
 
     def covers(self, place: Place) -> bool:
@@ -143,8 +142,7 @@ class RankStates:
         state = self._states[place]
         if state in (RankState.FAILING, RankState.FAILED, RankState.DROPPED):
             return True  # more signs of the same failure
-        silent = evidence.cause is Cause.SILENT and evidence.rank in self.policy_of(evidence.role).far
-        drop = self._may_drop(place) and (silent or unbuilt or not self.may_restart(place))
+        drop = self._may_drop(place) and (evidence.host_lost or unbuilt or not self.may_restart(place))
         if drop:
             self._to_drop.add(place)
         if drop or (is_failure and self.may_restart(place)):
@@ -161,6 +159,10 @@ class RankStates:
             return False
         self._states[place] = RankState.LATE
         return True
+
+    def await_host(self, place: Place) -> None:
+        """Note that a rank that was dropped with its host comes again, once there is another."""
+        self._states[place] = RankState.LATE
 
     def begin_joining(self, role: str, ranks: Sequence[int]) -> None:
         """Note that these late ranks have come and are about to be built."""

@@ -26,13 +26,12 @@ _READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 
 
 class Questions(TypedDict):
-    """`version`, `machine`: rlctl's and that of the driver. `address`, `ports`: where it listens. `folders` have
+    """`version`: rlctl's. `address`, `ports`: where it listens. `folders` have
     to exist; `shared` are files that the driver has just made, each in a folder to which this host writes too; `models`
     are folders, with the size of each of their files; `files`: path → checksum. `host`, `gpus`: this one's name, and
     how many GPUs it must have."""
 
     version: str
-    machine: str
     address: str
     ports: list[int]
     folders: list[str]
@@ -44,23 +43,21 @@ class Questions(TypedDict):
 
 
 class HostReply(TypedDict):
-    """`dial`: why the driver cannot be reached, or empty. `problem`: the fields of a `Problem`, or None."""
+    """`problem`: the fields of a `Problem`, or None."""
 
-    dial: str
     problem: dict[str, Any] | None
 
 
 def main(questions: Questions) -> int:
-    dial = next(filter(None, (_dial(questions["address"], port) for port in questions["ports"])), "")
-    problem = problem_here(questions) or _dial_problem(questions, dial)
-    reply = HostReply(dial=dial, problem=asdict(problem) if problem else None)
+    problem = problem_here(questions) or _no_way_to_driver(questions)
+    reply = HostReply(problem=asdict(problem) if problem else None)
     print(MARK + json.dumps(reply), flush=True)
     return int(problem is not None)
 
 
 def problem_here(questions: Questions) -> Problem | None:
     """Return what keeps this host from its part, beside the way to the driver."""
-    host, key = questions["host"], "cluster.hostfile"
+    host, key = questions["host"], "cluster"
 
     def problem(message: str, hint: str) -> Problem:
         return Problem(key, message, hint, host)
@@ -90,18 +87,7 @@ def problem_here(questions: Questions) -> Problem | None:
     if (count := gpu_count()) is not None and questions["gpus"] > count:
         message = f"host {host} has {count} GPUs, and the spec names number {questions['gpus'] - 1}"
         return problem(message, "name GPUs that every node of the role has, or use other hosts")
-    if questions["machine"] and questions["machine"] == this_machine():
-        hint = "give each machine one line, and start rlctl on the first of them"
-        return problem(f"host {host} is the host where rlctl runs, the first line of the file", hint)
     return None
-
-
-def this_machine() -> str:
-    """Return what is equal in two processes of one machine, and of one container on it; empty where it is unknown."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
-    return ""
 
 
 def sizes_in(folder: str) -> dict[str, int]:
@@ -125,10 +111,10 @@ def _dial(address: str, port: int) -> str:
     return ""
 
 
-def _dial_problem(questions: Questions, dial: str) -> Problem | None:
-    hint = "write the address at which it finds this host as cluster.address, and open its ports to it"
-    message = f"{questions['host']} cannot reach it: {dial}"
-    return Problem("cluster.address", message, hint, f'"{questions["address"]}"') if dial else None
+def _no_way_to_driver(questions: Questions) -> Problem | None:
+    dial = next(filter(None, (_dial(questions["address"], port) for port in questions["ports"])), "")
+    message = f"host {questions['host']} cannot reach this one at {dial}"
+    return Problem("cluster", message, "open this host's ports to it", questions["host"]) if dial else None
 
 
 if __name__ == "__main__":

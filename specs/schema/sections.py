@@ -153,18 +153,12 @@ class SyncSection(Table):
     learning rates of RL, with `rollout.dtype` bf16. Both ends keep a copy of the weights in host memory for it."""
 
 
-# A host that is cut off ends its ssh within 45 s, whatever it was about to do.
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10", "{host}")
-
-
 class ClusterSection(Table):
     """The hosts of a run on several nodes. The first one is where `rlctl train` runs."""
 
-    hostfile: PathText = ""
-    """File with a line `host slots=N` per node (DeepSpeed's format), relative to the spec file."""
-    remote_shell: tuple[NonEmpty, ...] = _SSH
-    """Command that opens a shell on another host, for every launcher but srun; `{host}` is the host's name."""
-    address: str = ""
-    """Address of this host that the other nodes can reach; empty: found from the first of them."""
+    kind: Literal["local", "ray", "slurm"] = "local"
+    """Where the other nodes come from: none (`local`), a Ray cluster, or the SLURM job that rlctl runs in."""
+    address: NonEmpty = "auto"
+    """Address of the Ray cluster (`host:port` of its head); `auto`: the one that this machine is a node of."""
     port: int = Field(29400, gt=1023, lt=65536)
     """Port where the ranks of a group first meet."""

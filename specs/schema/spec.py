@@ -103,8 +103,8 @@ class RolloutSection(Restartable):
     engine: RolloutEngineTable = TorchRolloutTable()
     """The engine that samples."""
     first_node: int = Field(0, ge=0, lt=512)
-    """Number of its first host in the hostfile, where 0 is the driver's and the trainers' first. Behind the
-    trainers' last host, the replicas have theirs to themselves."""
+    """Number of its first host, where 0 is the driver's and the trainers' first. After the trainers' last host, the
+    replicas have theirs to themselves."""
     dtype: DType | None = None
     """Precision; unset: the actor's."""
     attn_implementation: Attention | None = None

@@ -1,17 +1,21 @@
-"""Several hosts on one machine: network namespaces joined by cables to a switch, with their own loopback beside it."""
+"""Several hosts on one machine: network namespaces joined by cables to a switch, each with its own loopback; on each a
+node of one Ray cluster."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-REMOTE_SHELL = '["ip", "netns", "exec", "{host}", "sh"]'
+_PORT = 6399
+_RAY_PROCESSES = ("gcs_server", "raylet", "ray::", "log_monitor", "runtime_env", "dashboard", "monitor.py")
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,29 @@ class Hosts:
         return self.here, self.there, self.third
 
     @property
+    def ray_address(self) -> str:
+        return f"{self.address}:{_PORT}"
+
+    @property
     def idle(self) -> bool:
-        """No process is left on any of them."""
+        """No process but Ray's own is left on any of them."""
         return not any(left_in(name) for name in self.names)
+
+    def join(self, host: str, gpus: int = 0) -> None:
+        """Make a host a node of the cluster; the first one becomes its head."""
+        number = self.names.index(host) + 1
+        head = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        role = head if number == 1 else [f"--address={self.ray_address}"]
+        options = [f"--node-ip-address=10.77.0.{number}", "--num-cpus=4", f"--num-gpus={gpus}"]
+        ray = str(Path(sys.executable).with_name("ray"))
+        command = [ray, "start", *role, *options, "--disable-usage-stats"]
+        subprocess.run(["ip", "netns", "exec", host, *command], check=True, capture_output=True)
+
+    def leave(self, host: str) -> None:
+        """Kill a host's part of the cluster."""
+        for pid in _pids(host):
+            if any(name in _command_line(pid) for name in _RAY_PROCESSES):
+                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
 
     def plug(self, host: str, state: str) -> None:
         """`state` is "up" or "down", of the host's cable."""
@@ -42,21 +66,39 @@ class Hosts:
 
 
 def left_in(host: str) -> list[str]:
-    """Processes in a namespace."""
+    """Processes in a namespace that are not Ray's own."""
+    return [pid for pid in _pids(host) if not any(name in _command_line(pid) for name in _RAY_PROCESSES)]
+
+
+def _pids(host: str) -> list[str]:
     done = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True)
     return done.stdout.split()
+
+
+def _command_line(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 @contextmanager
 def some_hosts() -> Iterator[Hosts]:
     """Three joined hosts. The test is skipped where this process may not make network namespaces."""
+    pytest.importorskip("ray")
     mark = f"rl{os.getpid()}"
     names, switch = [f"{mark}{letter}" for letter in "abc"], f"{mark}s"
     try:
         if not _build(names, switch):
             pytest.skip("this process may not make network namespaces")
-        yield Hosts(*names, "10.77.0.1")
+        hosts = Hosts(*names, "10.77.0.1")
+        for name in names:
+            hosts.join(name)
+        yield hosts
     finally:
+        for name in names:
+            for pid in _pids(name):
+                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
         for name in (*names, switch):
             _run("ip", "netns", "delete", name)
 

@@ -1,0 +1,241 @@
+"""A part of a Ray cluster: Ray chooses and watches the nodes, and passes the text of shells on them.
+
+Required hosts lie in one placement group, each on a node of its own, so that two runs do not hold half of what they
+need. A host that a run can begin without has a group to itself: Ray places it when there is room, and places it again
+when its node is lost. The driver's own GPUs are a bundle too, unless the job that it runs in holds them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.processes.placement import package_root
+from rlctl.processes.shells import HostNeeds
+from specs.errors import Problem, SpecError
+
+_ANSWER_S = 30.0
+_QUEUED_S = 2.0  # until it is said that a run waits for room
+_OPTIONAL_S = 2.0  # for hosts that a run can begin without
+_LOCAL = ("127.", "localhost")
+
+
+@dataclass
+class _Placed:
+    """An actor on a host. `begun`: it has opened a shell; `lost`: it has ended since."""
+
+    actor: Any
+    begun: bool = False
+    lost: bool = False
+
+
+class RayShell:
+    """A shell on a node: `Shell`. Ray's own thread files what arrives."""
+
+    def __init__(self, placed: _Placed, key: str, devices: str, log_path: Path) -> None:
+        self._begun = False
+        self._placed, self._node, self._key, self._log_path = placed, placed.actor, key, log_path
+        self._heard: deque[bytes] = deque()
+        self._code: int | None = None
+        self._node.open.remote(key, devices).future().add_done_callback(self._begin)
+        self._listen()
+
+    def write(self, text: str) -> None:
+        self._node.write.remote(self._key, text)
+
+    @property
+    def lost(self) -> bool:
+        return self._placed.lost
+
+    def read(self) -> bytes:
+        return b"".join(self._heard.popleft() for _ in range(len(self._heard)))
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def hang_up(self) -> None:
+        if self._begun:
+            self._node.hang_up.remote(self._key)
+        elif self._code is None:  # Ray has found no node for it
+            self._code = -signal.SIGHUP
+
+    def kill(self) -> None:
+        self._node.kill.remote(self._key)
+        self._code = -signal.SIGKILL if self._code is None else self._code
+
+    def _begin(self, future: Future[None]) -> None:
+        if future.exception() is None:
+            self._begun = self._placed.begun = True
+
+    def _listen(self) -> None:
+        self._node.read.remote(self._key).future().add_done_callback(self._file)
+
+    def _file(self, future: Future[str]) -> None:
+        try:
+            reply = json.loads(future.result())
+        except Exception as error:  # whatever Ray raises: the node, its actor or the cluster is gone
+            with self._log_path.open("a", encoding="utf-8") as log_file:
+                log_file.write(f"Ray: {error}\n")
+            self._placed.lost, self._code = self._placed.begun, -signal.SIGKILL
+            return
+        if reply["text"]:
+            self._heard.append(reply["text"].encode())
+        if reply["code"] is None:
+            self._listen()
+        else:
+            self._code = reply["code"]
+
+
+class RayCluster:
+    """Hosts of a run on nodes of a Ray cluster: `Cluster`. Host 0 is the node where this process runs."""
+
+    replaces = gives_devices = True
+
+    def __init__(self, address: str, needs: Sequence[HostNeeds], say: Callable[[str], None]) -> None:
+        """Wait for the required hosts, and `say` so. Raise SpecError where there is no cluster, where it is another
+        version's, or where it can never have them."""
+        self._given, self._needs = address, needs
+        self._ray = _connect(address, say)
+        self.address: str = self._ray.util.get_node_ip_address()
+        try:
+            self._reserve(say)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, say: Callable[[str], None]) -> None:
+        from ray.util.placement_group import placement_group
+
+        required = [number for number, needs in enumerate(self._needs) if needs.required]
+        self._check_size()
+        here = self._ray.get_runtime_context().get_node_id()
+        group = placement_group(
+            [self._bundle(number) for number in required],
+            strategy="STRICT_SPREAD",
+            bundle_label_selector=[{"ray.io/node-id": here} if number == 0 else {} for number in required],
+        )
+        self._groups = {number: (group, index) for index, number in enumerate(required)}
+        optional = [number for number in range(len(self._needs)) if number not in required]
+        for number in optional:
+            self._groups[number] = (placement_group([self._bundle(number)]), 0)
+        self._wait_for(group, [number for number in required if number], say)
+        until = time.monotonic() + _OPTIONAL_S
+        missing = [n for n in optional if not self._groups[n][0].wait(max(0.1, until - time.monotonic()))]
+        self._nodes = {number: self._node(number) for number in self._groups}
+        self.names = ["this host", *(self._name(number) for number in range(1, len(self._needs)))]
+        self.pending = {self.names[number]: "is not there: Ray has no room for it yet" for number in missing}
+        if self._needs[0].gpus and not _holds_gpus():
+            os.environ["CUDA_VISIBLE_DEVICES"] = self._ray.get(self._nodes[0].actor.gpus.remote(), timeout=_ANSWER_S)
+
+    def _bundle(self, number: int) -> dict[str, float]:
+        """Return the resources of a host. Those of this one are its job's where it has any."""
+        if number == 0 and (_holds_gpus() or not self._needs[0].gpus):
+            return {"CPU": 0.001}
+        return self._needs[number].bundle
+
+    def _check_size(self) -> None:
+        """Raise SpecError where the cluster's nodes could not hold the required hosts if nobody else used them."""
+        if lacks := self._lacks([number for number, needs in enumerate(self._needs) if needs.required]):
+            hint = "add nodes (ray start --address=HEAD), or ask for fewer with nodes and devices"
+            raise SpecError([Problem("cluster.address", f"the Ray cluster {lacks}", hint, f'"{self._given}"')])
+
+    def _lacks(self, required: Sequence[int]) -> str:
+        here = self._ray.get_runtime_context().get_node_id()
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        others = [node["Resources"] for node in alive if node["NodeID"] != here]
+        own: Mapping[str, float] = next((node["Resources"] for node in alive if node["NodeID"] == here), {})
+        if not _holds_gpus() and own.get("GPU", 0) < self._needs[0].gpus:
+            return f"has {own.get('GPU', 0):g} GPUs on this node, where the run needs {self._needs[0].gpus}"
+        for gpus in sorted({self._needs[number].gpus for number in required if number}, reverse=True):
+            asked = [number for number in required if number and self._needs[number].gpus >= gpus]
+            fit = [node for node in others if node.get("GPU", 0) >= gpus and node.get("CPU", 0) >= 1]
+            if len(fit) < len(asked):
+                each = f"with {gpus} GPUs and a CPU each" if gpus else "with a CPU each"
+                has = ", ".join(f"{node.get('GPU', 0):g} GPUs and {node.get('CPU', 0):g} CPUs" for node in others)
+                listed = f"({len(others)} of them: {has})" if others else "(it has none)"
+                return f"lacks nodes: the run needs {len(asked)} besides this one {each} {listed}"
+        return ""
+
+    def _wait_for(self, group: Any, others: Sequence[int], say: Callable[[str], None]) -> None:
+        since, said = time.monotonic(), False
+        while not group.wait(0.5):
+            self._check_size()
+            if not said and time.monotonic() - since > _QUEUED_S:
+                said = True
+                wanted = ", ".join(str(self._needs[number]) for number in others)
+                say(f"queued: Ray has no room yet for {len(others)} more hosts ({wanted}); Ctrl-C gives up")
+
+    def _node(self, number: int) -> _Placed:
+        """Make an actor in a host's bundle; Ray may still have to place it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from workers.ray_node import RayNode
+
+        group, index = self._groups[number]
+        options = {
+            "num_cpus": 0,
+            "num_gpus": self._bundle(number).get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
+            "runtime_env": {"env_vars": {"PYTHONPATH": str(package_root())}},
+            "max_concurrency": 1000,
+        }
+        return _Placed(self._ray.remote(RayNode).options(**options).remote())
+
+    def _name(self, number: int) -> str:
+        """Return a host's name: its node's, where there is one."""
+        from ray.util.placement_group import placement_group_table
+
+        group, index = self._groups[number]
+        node_id = placement_group_table(group)["bundles_to_node_id"].get(index, "")
+        found = [node["NodeManagerHostname"] for node in self._ray.nodes() if node["NodeID"] == node_id]
+        return f"host {number} ({found[0]})" if found else f"host {number}"
+
+    def shell(self, number: int, devices: Sequence[int], env: Mapping[str, str], log_path: Path) -> RayShell:
+        """Open a shell; on another node where this host's is lost, as soon as Ray has one."""
+        if self._nodes[number].lost:
+            self._nodes[number] = self._node(number)
+        return RayShell(self._nodes[number], os.urandom(8).hex(), ",".join(map(str, devices)), log_path)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+def _holds_gpus() -> bool:
+    """Return whether this process is a Ray job that was given GPUs (`ray job submit --entrypoint-num-gpus`)."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _connect(address: str, say: Callable[[str], None]) -> Any:
+    """Return the module `ray`, connected."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    value = f'"{address}"'
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except ConnectionError as error:
+        hint = "start one with ray start --head, or name its address (host:port of the head)"
+        raise SpecError(
+            [Problem("cluster.address", f"no Ray cluster is there: {_first(error)}", hint, value)]
+        ) from None
+    except RuntimeError as error:  # another version of Ray or Python
+        hint = "install the versions that the cluster has"
+        raise SpecError([Problem("cluster.address", f"Ray refuses: {_first(error)}", hint, value)]) from None
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    head = ray.get_runtime_context().gcs_address
+    if not head.startswith(_LOCAL) and os.environ.get("RAY_AUTH_MODE") != "token":
+        say(f"warning: the Ray cluster at {head} takes orders from anybody who reaches it: set RAY_AUTH_MODE=token")
+    return ray
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
