@@ -91,10 +91,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     launcher: Annotated[
         str,
-        Option(
-            help="slurm: write a batch script beside the spec too. kubernetes: a JobSet manifest. Without --preset a "
-            "SPEC that exists is kept."
-        ),
+        Option(help="slurm: write a batch script beside the spec too. Without --preset a SPEC that exists is kept."),
     ] = "",
     target: TargetMachine = Machine.here,
 ) -> None:

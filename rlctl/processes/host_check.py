@@ -73,9 +73,9 @@ class _Check:
     def problem(self) -> Problem | None:
         """Return what was found; of a host that has not answered, that. End the shell."""
         why = f"no answer within {CHECK_TIMEOUT_S:g} s" if self.goes_on else f"exit code {self._shell.poll()}"
-        self._shell.hang_up()
         if self._shell.poll() is None:
             self._shell.kill()
+        self._shell.close()
         lines = [line.strip() for line in self._output.decode(errors="replace").splitlines() if line.strip()]
         for line in lines:
             if line.startswith(MARK):

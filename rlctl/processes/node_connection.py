@@ -58,7 +58,7 @@ class NodeConnection:
     def close(self) -> None:
         """Take in what an ended shell has left."""
         self.receive()
-        self.hang_up()
+        self.shell.close()
 
     def _handle(self, line: str) -> None:
         if line.startswith(MARK):

@@ -221,7 +221,7 @@ class _Planner:
         """Return a host per command that starts the role; srun starts all nodes with one."""
         if not section.leaves_host or section.launcher == "srun":
             return ["localhost"]
-        return [self.names[number] if self.names else f"host {number}" for number in section.hosts]
+        return [self.names[number] if self.names else f"node {number}" for number in section.hosts]
 
 
 def _interpreter(python: str, spec_dir: Path) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,30 +32,33 @@ _LOCAL = ("127.", "localhost")
 
 @dataclass
 class _Placed:
-    """An actor on a host. `begun`: it has opened a shell; `lost`: it has ended since."""
+    """An actor on a host; `lost`: with its node."""
 
     actor: Any
-    begun: bool = False
     lost: bool = False
 
 
 class RayShell:
-    """A shell on a node: `Shell`. Ray's own thread files what arrives."""
+    """A shell on a node: `Shell`. Ray's own threads file what arrives, and send one call after the other: an actor that
+    serves several at once may take them in any order."""
 
-    def __init__(self, placed: _Placed, key: str, devices: str, log_path: Path) -> None:
-        self._begun = False
-        self._placed, self._node, self._key, self._log_path = placed, placed.actor, key, log_path
+    def __init__(self, place: Callable[[], _Placed], devices: str, log_path: Path) -> None:
+        """`place` returns the host's actor, another one where the last is lost."""
+        self._place, self._devices, self._log_path = place, devices, log_path
+        self._key = os.urandom(8).hex()
         self._heard: deque[bytes] = deque()
         self._code: int | None = None
-        self._node.open.remote(key, devices).future().add_done_callback(self._begin)
-        self._listen()
-
-    def write(self, text: str) -> None:
-        self._node.write.remote(self._key, text)
+        self._lock = threading.RLock()  # a call that has ended by then files itself in this thread
+        self._calls: deque[Callable[[], Any]] = deque()
+        self._opened = False
+        self._open()
 
     @property
     def lost(self) -> bool:
         return self._placed.lost
+
+    def write(self, text: str) -> None:
+        self._call(lambda: self._node.write.remote(self._key, text))
 
     def read(self) -> bytes:
         return b"".join(self._heard.popleft() for _ in range(len(self._heard)))
@@ -62,36 +67,71 @@ class RayShell:
         return self._code
 
     def hang_up(self) -> None:
-        if self._begun:
-            self._node.hang_up.remote(self._key)
+        if self._opened:
+            self._call(lambda: self._node.hang_up.remote(self._key))
         elif self._code is None:  # Ray has found no node for it
             self._code = -signal.SIGHUP
 
     def kill(self) -> None:
-        self._node.kill.remote(self._key)
+        if self._opened:
+            self._node.kill.remote(self._key).future().add_done_callback(self._failed)
         self._code = -signal.SIGKILL if self._code is None else self._code
 
-    def _begin(self, future: Future[None]) -> None:
-        if future.exception() is None:
-            self._begun = self._placed.begun = True
+    def close(self) -> None:
+        self.hang_up()
 
-    def _listen(self) -> None:
+    def _call(self, call: Callable[[], Any]) -> None:
+        with self._lock:
+            self._calls.append(call)
+            if len(self._calls) == 1 and self._opened:
+                call().future().add_done_callback(self._sent)
+
+    def _open(self) -> None:
+        self._placed = self._place()
+        self._node = self._placed.actor
+        self._node.open.remote(self._key, self._devices).future().add_done_callback(self._begin)
+
+    def _begin(self, future: Future[None]) -> None:
+        if self._failed(future):
+            if self._code is None:  # Ray chose a node that was gone by then
+                self._open()
+            return
         self._node.read.remote(self._key).future().add_done_callback(self._file)
+        with self._lock:
+            self._opened = True
+            if self._calls:
+                self._calls[0]().future().add_done_callback(self._sent)
+
+    def _sent(self, future: Future[None]) -> None:
+        if self._failed(future):
+            return
+        with self._lock:
+            self._calls.popleft()
+            if self._calls:
+                self._calls[0]().future().add_done_callback(self._sent)
 
     def _file(self, future: Future[str]) -> None:
-        try:
-            reply = json.loads(future.result())
-        except Exception as error:  # whatever Ray raises: the node, its actor or the cluster is gone
-            with self._log_path.open("a", encoding="utf-8") as log_file:
-                log_file.write(f"Ray: {error}\n")
-            self._placed.lost, self._code = self._placed.begun, -signal.SIGKILL
+        if self._failed(future):
             return
+        reply = json.loads(future.result())
         if reply["text"]:
             self._heard.append(reply["text"].encode())
         if reply["code"] is None:
-            self._listen()
+            self._node.read.remote(self._key).future().add_done_callback(self._file)
         else:
             self._code = reply["code"]
+
+    def _failed(self, future: Future[Any]) -> bool:
+        """Return whether Ray could not make a call: the node, its actor or the cluster is gone."""
+        error = future.exception()
+        if error is None:
+            return False
+        with suppress(OSError), self._log_path.open("a", encoding="utf-8") as log_file:
+            log_file.write(f"Ray: {error}\n")
+        self._placed.lost = _lost_with_node(error)
+        if self._code is None and (self._opened or not self._placed.lost):
+            self._code = -signal.SIGKILL
+        return True
 
 
 class RayCluster:
@@ -196,16 +236,26 @@ class RayCluster:
         group, index = self._groups[number]
         node_id = placement_group_table(group)["bundles_to_node_id"].get(index, "")
         found = [node["NodeManagerHostname"] for node in self._ray.nodes() if node["NodeID"] == node_id]
-        return f"host {number} ({found[0]})" if found else f"host {number}"
+        return f"node {number} ({found[0]})" if found else f"node {number}"
 
     def shell(self, number: int, devices: Sequence[int], env: Mapping[str, str], log_path: Path) -> RayShell:
         """Open a shell; on another node where this host's is lost, as soon as Ray has one."""
-        if self._nodes[number].lost:
-            self._nodes[number] = self._node(number)
-        return RayShell(self._nodes[number], os.urandom(8).hex(), ",".join(map(str, devices)), log_path)
+
+        def place() -> _Placed:
+            if self._nodes[number].lost:
+                self._nodes[number] = self._node(number)
+            return self._nodes[number]
+
+        return RayShell(place, ",".join(map(str, devices)), log_path)
 
     def close(self) -> None:
         self._ray.shutdown()
+
+
+def _lost_with_node(error: BaseException) -> bool:
+    from ray.exceptions import RayActorError
+
+    return isinstance(error, RayActorError) and not error.actor_init_failed
 
 
 def _holds_gpus() -> bool:

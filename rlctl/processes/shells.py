@@ -52,6 +52,9 @@ class Shell(Protocol):
     def kill(self) -> None:
         """End the shell, with what leads to it on this host."""
 
+    def close(self) -> None:
+        """Let go of a shell that has ended."""
+
 
 class Cluster(Protocol):
     """The hosts of a run besides this one, by their numbers; this one is 0."""
@@ -121,3 +124,8 @@ class LocalShell:
     def kill(self) -> None:
         signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def close(self) -> None:
+        self.hang_up()
+        assert self._process.stdout is not None
+        self._process.stdout.close()

@@ -65,10 +65,6 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         rows.parent.mkdir(parents=True)
         made = [json.dumps({"question": f"1+{n}?", "answer": f"#### {n + 1}"}) for n in range(100)]  # 16 are held out
         rows.write_text("\n".join(made))
-    if spec.cluster is not None:  # and names the hosts
-        (tmp_path / spec.cluster.hostfile).write_text(
-            "".join(f"node-{number} slots=8\n" for number in range(spec.lead_section.nodes))
-        )
     if name == "distill-cpu":  # the quickstart's export
         write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
     if name in ("agent-cpu", "game-cpu", "tools-cpu"):  # the warm-up's checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan, RolePlan, package_root
+from rlctl.processes.shells import Cluster
 from specs.wire.heartbeat import Activity
 
 SUPPORT = Path(__file__).resolve().parent
@@ -43,12 +44,12 @@ def probe_groups(
     module: str = "probe_role",
     factory: str = "handlers",
     start: bool = True,
-    unreached: Mapping[str, str] | None = None,
+    cluster: Cluster | None = None,
     **limits: Any,
 ) -> Iterator[Groups]:
     """Groups, started unless that is left to the test; on leaving, nothing of them may be left running."""
     probing = tuple(handled_by(plan, f"{module}:{factory}") for plan in plans)
-    groups = Groups(Plan(probing, colocated=False, unreached=unreached or {}), log_dir, **limits)
+    groups = Groups(Plan(probing, colocated=False, cluster=cluster), log_dir, **limits)
     try:
         with groups:
             if start:

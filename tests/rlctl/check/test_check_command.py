@@ -117,22 +117,20 @@ def test_the_place_of_every_rank(spec: Path, capsys: pytest.CaptureFixture[str])
     assert actor["ranks"][6] == {
         "rank": 6, "node": 0, "local_rank": 6, "devices": [], "replica": 6, "shard": 0, "data": 1, "sequence": 2
     }  # fmt: skip
-    spec.with_name("hosts").write_text("a slots=8\nb slots=8\n")
     vllm = ("rollout.engine.kind=vllm", "rollout.engine.tensor_parallel=2", "rollout.devices=[0,1,2,3,4,5,6,7]")
-    two = ("rollout.nodes=2", "rollout.processes=8", "cluster.hostfile=hosts", "rollout.python=bin/python")
+    two = ("rollout.nodes=2", "rollout.processes=8", "cluster.kind=slurm", "rollout.python=bin/python")
     _, found = as_json(spec, capsys, *vllm, *two, "actor.devices=[0]")
     shown = [(one["node"], one["devices"]) for one in found["placement"]["rollout"]["ranks"]]
     assert shown == [(node, [first, first + 1]) for node in range(2) for first in (0, 2, 4, 6)]
 
 
 def test_the_roles_of_each_host_and_where_weights_go(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec.with_name("hosts").write_text("a slots=2\nb slots=2\nc slots=2\n")
-    far = ("cluster.hostfile=hosts", "rollout.nodes=2", "rollout.first_node=1", "rollout.processes=4")
+    far = ("cluster.kind=slurm", "rollout.nodes=2", "rollout.first_node=1", "rollout.processes=4")
     lines = as_text(spec, capsys, *far)
     at = lines.index("host role ranks devices")
-    rows = ["this host data 0 CPU", "reward 0 CPU", "actor 0 CPU", "b rollout 0–1 CPU", "c rollout 2–3 CPU"]
+    rows = ["this host data 0 CPU", "reward 0 CPU", "actor 0 CPU", "node 1 rollout 0–1 CPU", "node 2 rollout 2–3 CPU"]
     assert lines[at + 1 : at + 6] == rows
-    assert "from this host to 2 replicas on b, 2 replicas on c" in lines
+    assert "from this host to 2 replicas on node 1, 2 replicas on node 2" in lines
     _, found = as_json(spec, capsys, *far)
-    assert found["sync"]["to"] == [{"host": "b", "replicas": 2}, {"host": "c", "replicas": 2}]
-    assert found["hosts"][2] == {"number": 2, "host": "c", "roles": {"rollout": {"ranks": [2, 3], "devices": []}}}
+    assert found["sync"]["to"] == [{"host": "node 1", "replicas": 2}, {"host": "node 2", "replicas": 2}]
+    assert found["hosts"][2] == {"number": 2, "host": "node 2", "roles": {"rollout": {"ranks": [2, 3], "devices": []}}}

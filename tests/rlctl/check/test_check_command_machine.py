@@ -90,8 +90,7 @@ def taken_port() -> Iterator[int]:
 
 
 def test_a_port_in_use_is_a_warning_and_refuses_a_start(folder: Path, taken_port: int) -> None:
-    (folder / "hosts").write_text("a slots=1\nb slots=1\n")
-    nodes = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"hostfile": "hosts"}}
+    nodes = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"kind": "slurm"}}
     spec = spec_from(edited(edited(base(), nodes), {"cluster.port": taken_port}))
     errors, (warning,) = file_problems(spec, folder)
     assert errors == []

@@ -8,11 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+from local_hosts import LocalHosts
 from probe_groups import probe_groups, role_plan, wait_until
 
 import rlctl.processes.failure_watch
-import rlctl.processes.membership
 from rlctl import __version__
 from rlctl.loop.recovery import FailureWarnings, RankRecovery, SteadySync, begin_with_fewer
 from rlctl.loop.residency import Residency
@@ -168,7 +169,7 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
     with probe_groups(tmp_path, role_plan("actor", 1), plan, factory="gated", start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
         on_failure = FailureWarnings(groups, {2: "node-3"}, warnings.append)
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1, far=frozenset({2})))
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1))
 
         def hurry() -> None:
             """The deadline passes as soon as the others are there, and the third waits."""
@@ -201,45 +202,42 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 2]
 
 
-def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There, it is checked first. While there is no way to it nothing more is reported."""
-    monkeypatch.setattr(rlctl.processes.membership, "LOOK_S", 0.1)
+def test_a_host_that_comes_late_is_checked_and_its_rank_joins(tmp_path: Path) -> None:
+    """One of two is not there when the run begins. A third comes, and cannot take part."""
     warnings: list[str] = []
-    gate, model, knocks, plan = tmp_path / "gate", tmp_path / "model", tmp_path / "knocks", role_plan("rollout", 2)
-    shell = ("sh", "-c", f"echo knocked >>{knocks}; [ -e {gate} ] || exit 255; exec sh")
-    questions = Questions(
-        version=__version__, machine="", address="", ports=[], folders=[str(model)], shared=[], models={}, files={},
-        host="", gpus=0,
-    )  # fmt: skip
-    check = RemoteHost(1, "node-2", shell, sys.executable, "").check(questions)
-    plan = replace(plan, nodes=2, remote=(RemoteNode("node-2", 1, shell, plan.command, plan.env, check),))
-    with probe_groups(tmp_path, plan, unreached={"node-2": "no answer within 20 s"}, start=False) as groups:
+    gate, model, plan = tmp_path / "gate", tmp_path / "model", role_plan("rollout", 3)
+    waits = ("sh", "-c", f"while ! [ -e {gate} ]; do sleep 0.05; done; exec sh")
+    pending = dict.fromkeys(("node-2", "node-3"), "is not there: no room")
+    hosts = LocalHosts("node-2", "node-3", pending=pending, replaces=True, **{"node-2": waits, "node-3": waits})
+    remote = []
+    for number, folder in ((1, tmp_path), (2, model)):
+        questions = Questions(
+            version=__version__, address="", ports=[], folders=[str(folder)], shared=[], models={}, files={},
+            host=hosts.names[number], gpus=0,
+        )  # fmt: skip
+        check = RemoteHost(number, hosts.names[number], sys.executable, "").check(questions)
+        remote.append(RemoteNode(hosts.names[number], number, number, plan.command, plan.env, check))
+    plan = replace(plan, nodes=3, remote=tuple(remote))
+    with probe_groups(tmp_path, plan, cluster=hosts, start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
-
-        def knocked(times: int) -> bool:
-            groups.tick()
-            return knocks.exists() and len(knocks.read_text().split()) > times
-
-        on_failure = FailureWarnings(groups, {1: "node-2"}, warnings.append)
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1, far=frozenset({1})))
+        on_failure = FailureWarnings(groups, {1: "node-2", 2: "node-3"}, warnings.append)
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1))
         groups.start()
-        assert (ranks.late("rollout"), rollout.here) == ([1], [0])
-        assert wait_until(lambda: knocked(2))
-        (warning,) = warnings
-        assert "rollout rank 1 on node-2 is not there: no answer within 20 s. The run goes on with 1 of 2" in warning
+        assert (ranks.late("rollout"), rollout.here) == ([1, 2], [0])
+        assert "rollout rank 1 on node-2 is not there: no room. The run goes on with 2 of 3" in warnings[0]
         gate.touch()
-        before = len(knocks.read_text().split())
-        assert wait_until(lambda: knocked(before + 2))
-        assert f"is there, but cannot take part: host node-2 has no folder {model} (all hosts need" in warnings[1]
-        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0]
-        model.mkdir()
         assert wait_until(lambda: (groups.tick(), groups.arrived("rollout") == [1])[1])
         with groups.join("rollout") as came:
             assert came == [1]
+        assert wait_until(lambda: (groups.tick(), ranks.dropped("rollout") == [2])[1])
+        assert f"node-3 cannot take part: host node-3 has no folder {model} (all hosts need" in warnings[2]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
-        assert len(warnings) == 2
-        before = len(knocks.read_text().split())
-        assert not knocked(before), "it is looked for no longer"
-        assert len([one for one in groups.launcher.started if one.ranks == (1,)]) == 1
+
+        os.kill(psutil.Process(rollout.call(Verb.PING)[1].body["pid"]).ppid(), signal.SIGKILL)  # with its host
+        assert wait_until(lambda: (groups.tick(), ranks.late("rollout") == [1])[1])
+        assert "the connection to node-2 ended" in warnings[3]
+        assert wait_until(lambda: (groups.tick(), groups.arrived("rollout") == [1])[1]), "on what took its place"
+        with groups.join("rollout"):
+            pass
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+    assert hosts.closed

@@ -1,4 +1,4 @@
-"""What keeps a host from its part, through a shell that leads to this machine; and which hosts are checked."""
+"""What keeps a host from its part, through a shell on this machine; and which hosts are checked."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_hosts import LocalHosts
 from small_spec import raw_spec
 
 from rlctl import __version__
 from rlctl.processes import remote_check
 from rlctl.processes.host_check import RemoteHost, check_hosts
-from rlctl.processes.hosts import check_slurm, may_begin_without, plan_for_hosts, remote_hosts
+from rlctl.processes.hosts import host_needs, may_begin_without, remote_hosts
 from rlctl.processes.placement import make_plan, package_root
 from rlctl.processes.remote_check import Questions, checksum_of, problem_here, sizes_in
+from rlctl.processes.slurm import check_slurm
 from specs.errors import SpecError
 from specs.schema.recipes import RlSpec
 
-FAR = RemoteHost(1, "b", ("sh",), sys.executable, str(package_root()))
+FAR = RemoteHost(1, "b", sys.executable, str(package_root()))
 PLAIN = Questions(
-    version=__version__, machine="", address="127.0.0.1", ports=[0], folders=[], shared=[], models={}, files={},
+    version=__version__, address="127.0.0.1", ports=[0], folders=[], shared=[], models={}, files={},
     host="b", gpus=0,
 )  # fmt: skip
 
 
-def check(host: RemoteHost, *may_lack: int) -> dict[str, str]:
-    return check_hosts([host], PLAIN, set(may_lack).issuperset if may_lack else lambda numbers: False)
+def check(host: RemoteHost, *shell: str) -> None:
+    check_hosts([host], LocalHosts("b", **({"b": shell} if shell else {})), PLAIN)
 
 
-def test_a_host_that_cannot_be_used_or_reached() -> None:
-    """That its interpreter is missing is an error also where the run may begin without it: there is a way to it."""
-    assert check(FAR) == {}
-    closed = replace(FAR, shell=("sh", "-c", "echo no route to host; exit 255"))
-    assert check(closed, 1) == {"b": "exit code 255: no route to host"}
+def test_a_host_that_cannot_be_used() -> None:
+    check(FAR)
     with pytest.raises(SpecError, match="host b cannot be used: exit code 255: no route to host"):
-        check(closed)
+        check(FAR, "sh", "-c", "echo no route to host; exit 255")
     with pytest.raises(SpecError, match=r"(?s)exit code 127.*/nowhere/bin/python must exist there"):
-        check(replace(FAR, python="/nowhere/bin/python"), 1)
-    with pytest.raises(SpecError, match=r"cluster\.remote_shell"):
-        check(replace(FAR, shell=("/nowhere/ssh",)))
+        check(replace(FAR, python="/nowhere/bin/python"))
+    with pytest.raises(SpecError, match=r"cluster\.kind.*srun cannot be started"):
+        check(FAR, "srun")
     with pytest.raises(SpecError, match=r"rewards\.py is not on host b, or another file than here"):
-        check(replace(FAR, files={"/nowhere/rewards.py": "checksum"}), 1)
+        check(replace(FAR, files={"/nowhere/rewards.py": "checksum"}))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,6 @@ def test_a_host_that_cannot_be_used_or_reached() -> None:
         ({"files": {"{tmp}/config.json": "checksum"}}, "{tmp}/config.json is not on host b, or another file"),
         ({"gpus": 8}, "host b has 4 GPUs, and the spec names number 7"),
         ({"gpus": 4}, ""),
-        ({"machine": remote_check.this_machine()}, "host b is the host where rlctl runs"),
     ],
 )
 def test_what_keeps_a_host_from_its_part(
@@ -72,20 +70,6 @@ def test_what_keeps_a_host_from_its_part(
     asked = Questions(**json.loads(json.dumps({**PLAIN, **changes}).replace("{tmp}", str(tmp_path))))
     found = problem_here(asked)
     assert (words.replace("{tmp}", str(tmp_path)) in str(found)) if words else found is None
-
-
-def test_a_host_that_comes_late_is_checked_before_its_ranks_start(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text("def score(completion):\n    return 1.0\n")
-    (tmp_path / "hosts").write_text("here slots=2\nb slots=2\n")
-    cluster = {"hostfile": "hosts", "address": "127.0.0.1", "remote_shell": ["false"]}
-    terms = [{"kind": "function", "path": "rewards.py:score"}]
-    reward = {"terms": terms, "nodes": 2, "processes": 2, "min_processes": 1}
-    plan = plan_for_hosts(RlSpec.model_validate(raw_spec(reward=reward, cluster=cluster)), tmp_path, tmp_path / "run")
-    assert plan.unreached == {"b": "exit code 1: no output"}
-    (node,) = plan.role("reward").remote
-    assert checksum_of(str(tmp_path / "rewards.py")) in node.check[-1]
-    assert node.check[:-1] == (sys.executable, "-m", "rlctl.processes.remote_check")
-    assert not [*tmp_path.glob(".rlctl-*")]
 
 
 def test_which_hosts_a_run_may_begin_without() -> None:
@@ -105,20 +89,21 @@ def test_which_hosts_a_run_may_begin_without() -> None:
     assert not may(2, min_processes=3)
 
 
-def test_which_hosts_are_checked(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("".join(f"{name} slots=8\n" for name in "abcd"))
-    cluster = {"hostfile": "hosts", "address": "10.0.0.1"}
+def test_what_each_host_takes_and_which_are_checked(tmp_path: Path) -> None:
     actor = {"nodes": 2, "processes": 2, "launcher": "srun", "devices": [0, 1]}
-    rollout = {"first_node": 2, "nodes": 2, "processes": 2, "devices": [3]}
-    spec = RlSpec.model_validate(raw_spec(actor=actor, rollout=rollout, cluster=cluster))
-    found = {host.number: host for host in remote_hosts(spec, make_plan(spec, tmp_path, address="10.0.0.1"), tmp_path)}
+    rollout = {"first_node": 2, "nodes": 2, "processes": 2, "devices": [3], "min_processes": 1}
+    (tmp_path / "rewards.py").write_text("def score(completion):\n    return 1.0\n")
+    terms = [{"kind": "function", "path": "rewards.py:score"}]
+    reward = {"terms": terms, "nodes": 4, "processes": 4, "min_processes": 3}
+    spec = RlSpec.model_validate(raw_spec(actor=actor, rollout=rollout, reward=reward, cluster={"kind": "slurm"}))
+    needs = host_needs(spec)
+    assert [(each.gpus, each.required) for each in needs] == [(2, True), (2, True), (4, True), (4, False)]
+    assert needs[2].bundle == {"CPU": 1.0, "GPU": 4.0}
+    plan = make_plan(spec, tmp_path, address="10.0.0.1", names="abcd")
+    found = {host.number: host for host in remote_hosts(spec, plan, tmp_path, "abcd")}
     named = {number: (host.name, host.devices) for number, host in found.items()}
-    assert named == {1: ("1 of the job", {0, 1}), 2: ("c", {3}), 3: ("d", {3})}
-    assert found[1].shell == ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--relative=1", "sh")
-    together = {"actor": {**actor, "launcher": "torchrun"}, "rollout": {**rollout, "first_node": 0}}
-    spec = RlSpec.model_validate(raw_spec(**together, cluster=cluster))
-    (host,) = remote_hosts(spec, make_plan(spec, tmp_path, address="10.0.0.1"), tmp_path)
-    assert (host.name, host.devices) == ("b", {0, 1, 3})
+    assert named == {1: ("b", {0, 1}), 2: ("c", {3}), 3: ("d", {3})}
+    assert {*found[3].files.values()} == {checksum_of(str(tmp_path / "rewards.py"))}
 
 
 def test_an_allocation_smaller_than_the_spec() -> None:

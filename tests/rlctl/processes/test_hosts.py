@@ -121,7 +121,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut
         wait_for(lambda: steps_done(run) >= 3 or process.poll() is not None, 150, "the third step")
         output = cut(100)
     assert process.returncode == 1, output
-    assert "actor rank 1 on host 1 (" in output
+    assert "actor rank 1 on node 1 (" in output
     assert "no sign of life " in output, "of the rank, or of its host"
     wait_for(lambda: hosts.idle, 150, "the end of all hosts' processes")
     for one, two in [*zip(metrics(near), metrics(run), strict=False)][:3]:  # rounding grows with the steps
@@ -151,11 +151,11 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
     assert process.returncode == 0, output
     assert "weight transport: group" in output
     flat = " ".join(output.split())
-    assert "rollout rank 1 on host 2" in flat
-    assert re.search(r"rollout rank \d on host \d \(\S+ no sign of life from host .* joins at the sync after", flat), (
+    assert "rollout rank 1 on node 2" in flat
+    assert re.search(r"rollout rank \d on node \d \(\S+ no sign of life from host .* joins at the sync after", flat), (
         flat
     )
-    assert re.search(r"reward rank \d on host \d \(\S+ no sign of life from host .* joins at the step after", flat), (
+    assert re.search(r"reward rank \d on node \d \(\S+ no sign of life from host .* joins at the step after", flat), (
         flat
     )
     last = metrics(run)[-1]
@@ -271,6 +271,6 @@ def test_a_run_waits_for_room_and_a_host_is_checked_before_its_ranks_start(hosts
     holds.stdin.close()
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 2, output
-    assert "host 1 (" in output
+    assert "node 1 (" in output
     assert "cannot be used: exit code 127" in " ".join(output.split())
     holds.wait(30)

@@ -19,22 +19,24 @@ import psutil
 import pytest
 import warm
 from listeners import listeners
+from local_hosts import LocalHosts
 from probe_groups import SUPPORT, probe_groups, wait_until
 from running import preset
 from strangers import disturb_all
 from test_placement import plan as make
 
 from rlctl.presets import write_batch_script
-from rlctl.processes import launch
 from rlctl.processes.calls import RanksFailed
 from rlctl.processes.failures import Evidence
 from rlctl.processes.placement import RolePlan, make_plan, package_root
 from rlctl.processes.rank_states import RestartPolicy
+from rlctl.processes.slurm import SlurmJob
 from specs.errors import RoleFailure
 from specs.load.load import load_spec
 from specs.wire.messages import Verb
 
 BOUND_S = 80.0
+TWO = LocalHosts("second")
 WANTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 # What srun does that matters here: a process per task with its place in SLURM's words; all end when one fails.
 SRUN = """#!{python}
@@ -72,13 +74,12 @@ def port() -> Iterator[int]:
 
 
 def on_two_nodes(name: str, port: int = 29400, **section: Any) -> RolePlan:
-    """Both nodes are this machine; the second one's remote shell is a plain `sh`."""
-    hosts = str(Path(__file__).parent / "two.hosts")
-    cluster = {"hostfile": hosts, "address": "127.0.0.1", "port": port}
-    made = make(**{name: {"nodes": 2, **section}}, cluster=cluster).role(name)
+    """Both nodes are this machine."""
+    cluster = {"kind": "ray", "port": port}
+    made = make(**{name: {"nodes": 2, **section}}, cluster=cluster, names=TWO.names, address=TWO.address).role(name)
     (there,) = made.remote
     env = {**made.env, "PYTHONPATH": probe_plan("torchrun").env["PYTHONPATH"]}
-    return replace(made, env=env, remote=(replace(there, shell=("sh",), env=env),))
+    return replace(made, env=env, remote=(replace(there, env=env),))
 
 
 @pytest.fixture
@@ -139,12 +140,9 @@ def test_srun_gives_ranks_their_places_and_devices(tmp_path: Path) -> None:
         assert [answer.body["env"]["CUDA_VISIBLE_DEVICES"] for answer in seen] == ["2", "3"]
 
 
-def test_a_second_node_strangers_and_the_death_of_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
-) -> None:
-    monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
+def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path, port: int) -> None:
     before = set(listeners())
-    with probe_groups(tmp_path, on_two_nodes("actor", port, processes=2, launcher="torchrun")) as groups:
+    with probe_groups(tmp_path, on_two_nodes("actor", port, processes=2, launcher="torchrun"), cluster=TWO) as groups:
         check_places(places(groups), ["0", "0"], "1")
         assert wait_until(lambda: disturb_all(before, tmp_path, at_least=2) == 1), "the store of torchrun's agents"
         check_places(places(groups), ["0", "0"], "1")
@@ -153,11 +151,8 @@ def test_a_second_node_strangers_and_the_death_of_its_rank(
         assert (caught.value.rank, caught.value.host) == (1, "second")
 
 
-def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
-    with probe_groups(tmp_path, on_two_nodes("rollout", processes=4)) as groups:
+def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connection(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, on_two_nodes("rollout", processes=4), cluster=TWO) as groups:
         rollout = groups["rollout"]
         failures: list[Evidence] = []
         groups.ranks.allow_restarts(RestartPolicy("rollout", 3, failures.append))
@@ -186,7 +181,7 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connect
 
 
 def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, on_two_nodes("rollout", processes=4)) as groups:
+    with probe_groups(tmp_path, on_two_nodes("rollout", processes=4), cluster=TWO) as groups:
         pids = [answer.body["pid"] for answer in groups["rollout"].call(Verb.PING)]
         for pid in pids[2:]:
             os.kill(pid, signal.SIGSTOP)
@@ -240,41 +235,46 @@ def asked_of_slurm(script: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("section", "nodes", "far", "hosts"),
+    ("section", "nodes", "far", "numbers"),
     [
-        ("", ["n0", "n1", "n2"], (), ["n1", "n2"]),
+        ("", ["n0", "n1", "n2"], (), [1, 2]),
         ("", ["n0"], (), []),
-        ("first_node = 1\nprocesses = 2\n", ["n0"], ("f0", "f1", "f2"), ["f0", "f1", "f2"]),
-        ("first_node = 1\nprocesses = 2\n", ["n0", "n1"], ("f0",), ["f0"]),
+        ("first_node = 1\nprocesses = 2\n", ["n0"], ("f0", "f1", "f2"), [1, 2, 3]),
+        ("first_node = 1\nprocesses = 2\n", ["n0", "n1"], ("f0",), [2]),
     ],
 )
 def test_replicas_are_on_the_hosts_of_a_job(
-    tmp_path: Path, section: str, nodes: list[str], far: tuple[str, ...], hosts: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    nodes: list[str],
+    far: tuple[str, ...],
+    numbers: list[int],
 ) -> None:
     spec = preset("quickstart", tmp_path)
-    (tmp_path / "h").write_text("a slots=2\nb slots=2\n")
     if section:
         text = spec.read_text().replace("[rollout]\n", f"[rollout]\n{section}", 1)
         text = text.replace("[reward]\n", "[reward]\nnodes = 2\nprocesses = 2\n", 1)
-        spec.write_text(f"{text}\n[cluster]\nhostfile = 'h'\n")
+        spec.write_text(f'{text}\n[cluster]\nkind = "slurm"\n')
     arguments = arguments_from(write_batch_script(spec, force=False), tmp_path, nodes, far=far)
     assert arguments[:2] == ["train", "quickstart.toml"]
     overrides = [word for flag, word in pairwise(arguments) if flag == "--set"]
     assert "actor.launcher=srun" in overrides
     made = make_plan(load_spec(spec, overrides), tmp_path)
     rollout, actor = made.role("rollout"), made.role("actor")
-    assert [node.host for node in rollout.remote] == hosts
+    assert [node.number for node in rollout.remote] == numbers
     assert (rollout.nodes, actor.nodes) == (len(far) or len(nodes), len(nodes))
     assert rollout.processes == rollout.nodes * (2 if far else 1)
     assert len(made.role("reward").remote) == (len([*nodes, *far]) - 1 if section else 0)
-    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
     env = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0") if line)
+    monkeypatch.setenv("PATH", env["PATH"])  # with scontrol
+    job = SlurmJob(env)
+    assert job.names == [*nodes, *far]
     for node in [*rollout.remote, *made.role("reward").remote]:
-        srun = subprocess.run(node.shell, env=env, capture_output=True, text=True, check=True).stdout.split()
-        assert srun[-2:] == [f"--nodelist={node.host}", "sh"]
-        part = [f"--het-group={int(node.host in far)}"] if far else []
-        assert [option for option in srun if "het" in option] == part
+        step = job.step(node.number)
+        assert (step[0], step[-2:]) == ("srun", (f"--nodelist={job.names[node.number]}", "sh"))
+        part = [f"--het-group={int(node.number >= len(nodes))}"] if far else []
+        assert [option for option in step if "het" in option] == part
     script = (tmp_path / "quickstart.sbatch").read_text()
     assert len(asked_of_slurm(script)) == (2 if far else 1)
     for option in ("--partition", "--account"):

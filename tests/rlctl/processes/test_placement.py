@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from specs.errors import SpecError
 from specs.schema.recipes import RlSpec
 
 
-def plan(cores: int = 8, **sections: Any) -> Plan:
-    return make_plan(RlSpec.model_validate(raw_spec(**sections)), Path("/specs"), cores=cores)
+def plan(cores: int = 8, *, names: Sequence[str] = (), address: str = "", **sections: Any) -> Plan:
+    spec = RlSpec.model_validate(raw_spec(**sections))
+    return make_plan(spec, Path("/specs"), cores=cores, names=names, address=address)
 
 
 @pytest.fixture(autouse=True)
@@ -80,17 +82,17 @@ def test_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         usable_cores()
 
 
-def test_nodes_of_a_torchrun_group(tmp_path: Path) -> None:
-    role = _two_nodes(tmp_path, "torchrun", devices=[0, 1]).role("actor")
+def test_nodes_of_a_torchrun_group() -> None:
+    role = _two_nodes("torchrun", devices=[0, 1]).role("actor")
     place = ("--rdzv-endpoint", "10.0.0.1:29400", "--nnodes", "2", "--rdzv-conf", "node=0")
     worker = ("--nproc-per-node", "2", "-m", "workers.main", "--role", "actor")
     assert role.command == (sys.executable, "-m", "backends.torchrun", *place, *worker)
     (there,) = role.remote
     assert there.command == tuple("node=1" if word == "node=0" else word for word in role.command)
-    assert (there.host, there.shell[0], there.shell[-1]) == ("b", "ssh", "b")
+    assert (there.host, there.number) == ("b", 1)
     assert there.env["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert "GLOO_SOCKET_IFNAME" not in role.env  # each host finds its own
-    rollout = _two_nodes(tmp_path, "torchrun", devices=[0, 1]).role("rollout")
+    rollout = _two_nodes("torchrun", devices=[0, 1]).role("rollout")
     assert (rollout.env["GLOO_SOCKET_IFNAME"], rollout.env.get("NCCL_SOCKET_IFNAME")) == ("lo", None)
     assert [role.host_of(rank) for rank in range(4)] == ["", "", "b", "b"]
     alone = plan(actor={"processes": 2, "launcher": "torchrun"}).role("actor").command
@@ -98,9 +100,9 @@ def test_nodes_of_a_torchrun_group(tmp_path: Path) -> None:
     assert role.ranks_of(1) == (2, 3)
 
 
-def test_nodes_of_a_deepspeed_group_know_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_a_deepspeed_group_know_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    role = _two_nodes(tmp_path, "deepspeed", devices=[0, 1]).role("actor")
+    role = _two_nodes("deepspeed", devices=[0, 1]).role("actor")
     words = role.command
     info = json.loads(base64.urlsafe_b64decode(words[words.index("--world_info") + 1]))
     assert info == {"a": ["6", "7"], "b": ["0", "1"]}  # what a scheduler left this host says nothing of the other
@@ -123,27 +125,26 @@ def test_srun_starts_all_nodes_with_one_command() -> None:
     assert plan().address == ""
 
 
-def test_replicas_on_the_trainers_nodes(tmp_path: Path) -> None:
+def test_replicas_on_the_trainers_nodes() -> None:
     engine = {"kind": "vllm", "tensor_parallel": 2}
     rollout = {"processes": 2, "nodes": 2, "devices": [0, 1], "engine": engine, "python": "vllm/bin/python"}
-    made = _two_nodes(tmp_path, "torchrun", devices=[0, 1], rollout=rollout)
+    made = _two_nodes("torchrun", devices=[0, 1], rollout=rollout)
     role = made.role("rollout")
     python = "/specs/vllm/bin/python"
     assert role.command == (python, "-m", "workers.main", "--role", "rollout")
     (there,) = role.remote
-    assert (there.host, there.shell[-1], there.command) == ("b", "b", role.command)
+    assert (there.host, there.command) == ("b", role.command)
     assert (role.here, role.ranks_of(1), role.host_of(1)) == ((0,), (1,), "b")
     assert there.env["CUDA_VISIBLE_DEVICES"] == role.env["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert there.env["GLOO_SOCKET_IFNAME"] == "lo", "a replica is on one host"
     assert made.colocated
 
 
-def test_replicas_on_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_on_nodes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")  # of this host, which has no replica
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\nc slots=2\n")
     rollout = {"processes": 4, "nodes": 2, "first_node": 1, "devices": [0, 1]}
-    cluster = {"hostfile": str(tmp_path / "hosts")}
-    made = plan(actor={"devices": [0]}, rollout=rollout, cluster=cluster)
+    cluster = {"kind": "ray"}
+    made = plan(actor={"devices": [0]}, rollout=rollout, cluster=cluster, names="abc")
     role = made.role("rollout")
     assert [(node.host, role.ranks_of(node.node_rank)) for node in role.remote] == [("b", (0, 1)), ("c", (2, 3))]
     assert [node.env["CUDA_VISIBLE_DEVICES"] for node in role.remote] == ["0,1", "0,1"]
@@ -166,7 +167,6 @@ def test_memory_that_another_process_maps_is_not_in_expandable_segments(monkeypa
     assert found.key == "actor.env.PYTORCH_CUDA_ALLOC_CONF"
 
 
-def _two_nodes(tmp_path: Path, launcher: str, devices: Any = (), **sections: Any) -> Plan:
-    (tmp_path / "hosts").write_text("a slots=2  # this one\n\nb slots=2\n")
+def _two_nodes(launcher: str, devices: Any = (), **sections: Any) -> Plan:
     actor = {"processes": 4, "nodes": 2, "launcher": launcher, "devices": devices}
-    return plan(actor=actor, cluster={"hostfile": str(tmp_path / "hosts"), "address": "10.0.0.1"}, **sections)
+    return plan(actor=actor, cluster={"kind": "ray"}, names="ab", address="10.0.0.1", **sections)

@@ -106,20 +106,19 @@ def test_a_run_begins_without_some_as_long_as_enough_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "far", "limit", "least", "after"),
+    ("host_lost", "limit", "least", "after"),
     [
-        (Cause.SILENT, {1}, 3, 1, S.DROPPED),  # its host may be gone
-        (Cause.SILENT, {0}, 3, 1, S.FAILED),
-        (Cause.SILENT, {1}, 3, 2, S.FAILED),
-        (Cause.SILENT, {1}, 3, None, S.FAILED),
-        (Cause.ENDED, {1}, 3, 1, S.FAILED),
-        (Cause.ENDED, {1}, 0, 1, S.DROPPED),
-        (Cause.ENDED, {1}, 0, 2, S.FATAL),
+        (True, 3, 1, S.DROPPED),
+        (False, 3, 1, S.FAILED),
+        (True, 3, 2, S.FAILED),
+        (True, 3, None, S.FAILED),
+        (False, 0, 1, S.DROPPED),
+        (False, 0, 2, S.FATAL),
     ],
 )
-def test_who_is_dropped(cause: Cause, far: set[int], limit: int, least: int | None, after: RankState) -> None:
-    ranks = ranks_that_run(RestartPolicy("rollout", limit, least=least, far=frozenset(far)))
-    ranks.fail(Evidence(*RANK, cause, ""))
+def test_who_is_dropped(host_lost: bool, limit: int, least: int | None, after: RankState) -> None:
+    ranks = ranks_that_run(RestartPolicy("rollout", limit, least=least))
+    ranks.fail(Evidence(*RANK, Cause.ENDED, "", host_lost=host_lost))
     ranks.newly_failed()
     assert ranks[RANK] is after
     assert ranks.restarts_used("rollout") == (after is S.FAILED), "what is dropped is no restart"

@@ -36,7 +36,7 @@ AT_RUN_TIME = {
     *(f"run.{key}_timeout_s" for key in ("start", "verb", "stall", "heartbeat")),
     *("run.max_memory_growth_GiB", "reward.max_restarts", "reward.min_processes", "rollout.top_p", "rollout.top_k"),
     *("rollout.repeatable", "rollout.in_flight", "eval.every", "checkpoint.every", "checkpoint.keep"),
-    "sync.bucket_MiB",
+    *("sync.bucket_MiB", "cluster.kind", "cluster.address"),
     *(f"algorithm.correction.{key}" for key in ("level", "mode", "low", "high")),
     *(f"algorithm.kl_{key}" for key in ("target", "horizon")),
     *(f"algorithm.{key}" for key in ("dynamic_sampling", "max_refills", "mask_truncated")),
@@ -86,12 +86,10 @@ OTHER: dict[str, Any] = {
     "environment.agent.command": ["other"],
     "environment.agent.env": {"A": "b"},
     "environment.agent.reward": "other.py:own",
-    "cluster.hostfile": "more_hosts",
-    "cluster.remote_shell": ["rsh", "{host}"],
 }
 
 JUDGE = {"base_url": "https://host/v1", "model": "m", "prompt": "{completion}", "min_score": 1, "max_score": 10}
-NODES = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"hostfile": "hosts"}}
+NODES = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"kind": "ray"}}
 # Longest matching prefix → what the spec needs so that the key means something.
 SCORES = {"reward_model": {"model": "scores", "max_sequence_tokens": 64}, "reward.terms": [{"kind": "model"}]}
 CONTEXT: dict[str, dict[str, Any]] = {
@@ -151,9 +149,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return where relative paths of a spec begin, with the hostfiles that it may name."""
-    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
-    (tmp_path / "more_hosts").write_text("c slots=4\nd slots=4\n")
+    """Return where relative paths of a spec begin."""
     return tmp_path
 
 

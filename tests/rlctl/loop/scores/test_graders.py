@@ -41,8 +41,7 @@ def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
     with probe_groups(tmp_path, plan, factory="graders") as groups:
         reward = groups["reward"]
         warnings = FailureWarnings(groups, {1: "node-2", 2: "node-3"}, said.append)
-        far = frozenset({1, 2})
-        policy = RestartPolicy("reward", 1, warnings, least=2, far=far, ranks=far)
+        policy = RestartPolicy("reward", 1, warnings, least=2, ranks=frozenset({1, 2}))
         built = [AsBuilt.model_construct(role="reward", rank=rank, pid=0) for rank in range(3)]
         recovery = RankRecovery(groups, policy, body={}, built=built, start_timeout_s=60)
         recovery.begin()
