@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from rlctl.processes.shells import HostNeeds
 from specs.errors import Problem, SpecError
 
 _ANSWER_S = 30.0
+_DIAL_S = 5.0
 _QUEUED_S = 2.0  # until it is said that a run waits for room
 _OPTIONAL_S = 2.0  # for hosts that a run can begin without
 _LOCAL = ("127.", "localhost")
@@ -163,12 +165,17 @@ class RayCluster:
             bundle_label_selector=[{"ray.io/node-id": here} if number == 0 else {} for number in required],
         )
         self._groups = {number: (group, index) for index, number in enumerate(required)}
-        optional = [number for number in range(len(self._needs)) if number not in required]
-        for number in optional:
-            self._groups[number] = (placement_group([self._bundle(number)]), 0)
         self._wait_for(group, [number for number in required if number], say)
+        taken, missing = [self._node_of(number) for number in required], list[int]()
         until = time.monotonic() + _OPTIONAL_S
-        missing = [n for n in optional if not self._groups[n][0].wait(max(0.1, until - time.monotonic()))]
+        for number in sorted({*range(len(self._needs))} - {*required}):
+            elsewhere = {"ray.io/node-id": f"!in({','.join(taken)})"}
+            alone = placement_group([self._bundle(number)], bundle_label_selector=[elsewhere])
+            self._groups[number] = (alone, 0)
+            if alone.wait(max(0.1, until - time.monotonic())):
+                taken.append(self._node_of(number))
+            else:
+                missing.append(number)
         self._nodes = {number: self._node(number) for number in self._groups}
         self.names = ["this host", *(self._name(number) for number in range(1, len(self._needs)))]
         self.pending = {self.names[number]: "is not there: Ray has no room for it yet" for number in missing}
@@ -229,12 +236,16 @@ class RayCluster:
         }
         return _Placed(self._ray.remote(RayNode).options(**options).remote())
 
-    def _name(self, number: int) -> str:
-        """Return a host's name: its node's, where there is one."""
+    def _node_of(self, number: int) -> str:
+        """Return the id of a host's node; empty where it has none."""
         from ray.util.placement_group import placement_group_table
 
         group, index = self._groups[number]
-        node_id = placement_group_table(group)["bundles_to_node_id"].get(index, "")
+        return str(placement_group_table(group)["bundles_to_node_id"].get(index, ""))
+
+    def _name(self, number: int) -> str:
+        """Return a host's name: its node's, where there is one."""
+        node_id = self._node_of(number)
         found = [node["NodeManagerHostname"] for node in self._ray.nodes() if node["NodeID"] == node_id]
         return f"node {number} ({found[0]})" if found else f"node {number}"
 
@@ -270,8 +281,11 @@ def _connect(address: str, say: Callable[[str], None]) -> Any:
     handler = signal.getsignal(signal.SIGTERM)
     value = f'"{address}"'
     try:
+        if address != "auto":  # Ray itself tries for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:  # Ray's ConnectionError among them
         hint = "start one with ray start --head, or name its address (host:port of the head)"
         raise SpecError(
             [Problem("cluster.address", f"no Ray cluster is there: {_first(error)}", hint, value)]

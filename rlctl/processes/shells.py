@@ -17,7 +17,7 @@ from workers.watchdog import signal_group
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What a host of the run takes of a node. `required`: the run cannot begin without it."""
+    """The share of a node that a host of the run takes. `required`: the run cannot begin without it."""
 
     gpus: int
     required: bool = True
