@@ -12,8 +12,18 @@ import pytest
 import rollout_helpers
 from outcomes import farthest, outcome
 from simulated_device.child import on_simulated_device
-from train_helpers import QWEN2, build_engine, learn, make_batch, make_units, objective, train_config, unit_scale
-from train_helpers import weights_of, write_model
+from train_helpers import (
+    QWEN2,
+    build_engine,
+    learn,
+    make_batch,
+    make_units,
+    objective,
+    train_config,
+    unit_scale,
+    weights_of,
+    write_model,
+)
 
 from backends.protocol import Rank
 from specs.schema.role_section import Lora
@@ -96,7 +106,9 @@ def sampled(folder: Path, device: str) -> list[Any]:
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     engine = TorchRolloutEngine.build(config, Rank())
     rollout_helpers.give_weights(engine)
-    ways = [Sampling(seed=3, max_response_tokens=9, **way) for way in ({}, {"top_p": 0.8, "top_k": 7}, {"greedy": True})]
+    ways = [
+        Sampling(seed=3, max_response_tokens=9, **way) for way in ({}, {"top_p": 0.8, "top_k": 7}, {"greedy": True})
+    ]
     found: list[Any] = [rollout_helpers.answer(engine, rollout_helpers.make_prompts(), way) for way in ways]
     engine.sleep(1)
     engine.wake(["weights", "kv_cache"])
@@ -105,12 +117,17 @@ def sampled(folder: Path, device: str) -> list[Any]:
     engine.wake(["weights"])
     rollout_helpers.give_weights(engine, seed=1)
     engine.wake(["kv_cache"])
-    found += [rollout_helpers.answer(engine, rollout_helpers.make_prompts()), engine.score(make_batch(vocab=23), 0.7).tolist()]
+    found += [
+        rollout_helpers.answer(engine, rollout_helpers.make_prompts()),
+        engine.score(make_batch(vocab=23), 0.7).tolist(),
+    ]
     engine.close()
     return found
 
 
-@pytest.mark.parametrize("shape", [{}, {"model_type": "llama"}, {"model_type": "mistral", "sliding_window": 5}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, {"model_type": "llama"}, {"model_type": "mistral", "sliding_window": 5}], ids=str
+)
 @on_simulated_device
 def test_the_sampler_writes_the_same_tokens(tmp_path: Path, shape: dict[str, Any]) -> None:
     """The CPU's norms and its attention of a decoded step add in another order: log-probs are equal to rounding."""

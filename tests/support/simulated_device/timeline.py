@@ -80,7 +80,7 @@ class Timeline:
         self.clocks: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.memory: dict[int, Held] = {}  # by address
         self.given_up: defaultdict[int, list[Use]] = defaultdict(list)  # by stream: uses not waited for
-        self.races: list[str] = []
+        self.faults: list[str] = []
         self.copies: Counter[str] = Counter()  # between host and device, by line
         self.waits: Counter[str] = Counter()  # of the host for the device, by line
         self.lock = threading.RLock()
@@ -111,7 +111,7 @@ class Timeline:
         now = Use(stream, self.clocks[stream][stream], what, where, *span)
         for use in held.before(now, writes=writes):
             if not self._after(stream, use):
-                self.races.append(f"{now} uses memory of {use}, which may not be done")
+                self.faults.append(f"{now} uses memory of {use}, which may not be done")
         held.add(now, writes=writes)
 
     def _after(self, stream: int, use: Use) -> bool:
@@ -122,7 +122,9 @@ class Timeline:
         when the copies that torch knows of are done."""
         for use in self.given_up.pop(stream, []):
             if not self._after(stream, use):
-                self.races.append(f"{what} at {where} may get memory of {use}, which may not be done: no record_stream")
+                self.faults.append(
+                    f"{what} at {where} may get memory of {use}, which may not be done: no record_stream"
+                )
         self.memory[address] = Held(stream)
 
     def free(self, address: int) -> None:

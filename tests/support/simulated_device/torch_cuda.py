@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,15 @@ def install(library: ctypes.CDLL) -> None:
             timeline.use(*span_of(tensor), HOST, "numpy", line(), writes=True)
         return numpy_of_torch(tensor, **how)
 
+    shared: dict[bytes, Any] = {}
+
+    def share(storage: Any) -> tuple[Any, ...]:
+        shared[handle := storage.data_ptr().to_bytes(8)] = storage
+        return (0, handle, storage.nbytes(), 0, b"", 0, b"", False)
+
+    def mapped(device: int, handle: bytes, *rest: Any) -> Any:
+        return shared.pop(handle)  # the same memory: it is given up when both ends have let go of it
+
     @contextmanager
     def device(given: Any) -> Iterator[None]:
         before = library.current_device()
@@ -136,7 +146,7 @@ def install(library: ctypes.CDLL) -> None:
 
     resize_of_host, numpy_of_torch = torch.UntypedStorage.resize_, torch.Tensor.numpy
     patches: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (torch.UntypedStorage, {"resize_": resize}),
+        (torch.UntypedStorage, {"resize_": resize, "_share_cuda_": share, "_new_shared_cuda": staticmethod(mapped)}),
         (torch.Tensor, {"record_stream": record_stream, "numpy": numpy}),
         (
             torch.cuda,
@@ -177,8 +187,8 @@ def install(library: ctypes.CDLL) -> None:
 def _collectives() -> None:
     """In the place of NCCL, for one rank, torch's group for tests: it moves tensors of any device."""
     from torch import distributed
-    from torch.testing._internal.distributed import multi_threaded_pg  # noqa: F401: it names its backend to torch
 
+    import_module("torch.testing._internal.distributed.multi_threaded_pg")  # it names its backend to torch
     real = distributed.init_process_group
 
     def init_process_group(backend: str | None = None, **how: Any) -> None:
@@ -217,13 +227,12 @@ def _kernels() -> None:
             found = plain(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **how)[0]
         return found
 
-    def addmm(self: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: int = 1, alpha: int = 1, out: Tensor) -> Tensor:
+    def addmm(
+        self: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: int = 1, alpha: int = 1, out: Tensor
+    ) -> Tensor:
         return out.copy_(beta * self + alpha * (a.to(out_dtype) @ b.to(out_dtype)))
 
     aten_library = torch.library.Library("aten", "IMPL")
     aten_library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
     aten_library.impl("addmm.dtype_out", addmm, "CUDA")
     _KERNELS.append(aten_library)
-
-
-__all__ = ["Event", "Stream", "current_stream", "install", "line", "stream", "timeline"]

@@ -1,9 +1,10 @@
-"""`with Walk():` around code for a GPU: every operator is put on the timeline, with what it reads and writes."""
+"""`with walk():` around code for a GPU: every operator is put on the timeline, with what it reads and writes."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,41 +20,38 @@ NO_DATA = ("empty", "new_empty", "set_", "resize_", "_local_scalar_dense")  # of
 MOST = 4096
 
 
-class Walk(TorchDispatchMode):
-    """Follows one test. At its end it fails with all races that it found, unless they are what the test looks for."""
+@contextmanager
+def walk(*, device: int = 0) -> Iterator[Timeline]:
+    """Follow what a rank does, which is to use this device; what is wrong is in `faults` afterwards."""
+    timeline.__init__()  # type: ignore[misc]
+    mode = _Follower(device)
+    mode.forget()
+    with mode:
+        yield timeline
 
-    def __init__(self, *, tolerate: bool = False) -> None:
+
+class _Follower(TorchDispatchMode):
+    def __init__(self, device: int) -> None:
         super().__init__()
-        self.tolerate = tolerate
+        self.device = device
         self.freed = (ctypes.c_void_p * MOST)()
-
-    @property
-    def timeline(self) -> Timeline:
-        return timeline
-
-    def __enter__(self) -> Walk:
-        timeline.__init__()  # type: ignore[misc]
-        self._forget()
-        super().__enter__()
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if kind is None and not self.tolerate:
-            assert not timeline.races, "\n".join(timeline.races)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func.name() != "aten::scaled_dot_product_attention":
+            with self:  # what is put together from other operators comes whole
+                if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return out
         with timeline.lock:
-            self._forget()
+            self.forget()
             given = [(tensor, span_of(tensor), writes) for tensor, writes in _tensors(func._schema, args, kwargs)]
         out = func(*args, **kwargs)
         with timeline.lock:
-            self._forget()
+            self.forget()
             self._follow(func, args, kwargs, given, out)
         return out
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         while count := device_library().take_freed(self.freed, MOST):
             for address in self.freed[:count]:
                 timeline.free(address)
@@ -68,9 +66,13 @@ class Walk(TorchDispatchMode):
         name, where = func._schema.name.removeprefix("aten::"), line()
         device = next((tensor.device for tensor, _, _ in touched if tensor.is_cuda), None)
         stream = HOST if device is None else current_stream(device).number
+        if device is not None and device.index != self.device:
+            timeline.faults.append(f"{name} at {where} is on {device}, and this rank's is cuda:{self.device}")
+        if name == "_fused_adamw_" and {tensor.dtype for tensor in args[0]} != {torch.float32}:
+            timeline.faults.append(f"{name} at {where} steps weights that are not fp32: these are no masters")
         timeline.begin(stream)
         for tensor, (address, _), _ in made:
-            if tensor.is_cuda or tensor.is_pinned():
+            if (tensor.is_cuda or tensor.is_pinned()) and address not in timeline.memory:
                 timeline.allocate(address, stream if tensor.is_cuda else HOST, name, where)
         for _, (address, span), writes in touched if not name.startswith(NO_DATA) else ():
             if writes is not None:
