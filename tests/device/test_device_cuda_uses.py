@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,11 @@ USES: tuple[tuple[str, str, str], ...] = (
         LITERAL,
         "where a GPU's kernels want another shape",
     ),
+    (
+        "backends/packed/packed_attention.py",
+        "enable_cudnn_sdp",
+        "cuDNN keeps a plan for each length, and is switched off",
+    ),
     ("backends/packed/state_layers.py backends/train/liger.py", LITERAL, "proofs leave the GPU's generator as it was"),
     ("backends/train/rng.py", f"{LITERAL} get_rng_state is_available set_rng_state", "a checkpoint has the generator"),
     ("backends/packed/staging.py", "non_blocking pin_memory", "to the device alone, from pinned chunks used once"),
@@ -64,22 +70,30 @@ USES: tuple[tuple[str, str, str], ...] = (
 def uses(tree: ast.AST) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
+        if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or names_cuda(node.value)):
             found.add(node.attr)
-        elif isinstance(node, ast.Attribute) and node.attr == "is_cuda":
-            found.add("is_cuda")
         elif isinstance(node, ast.keyword) and node.arg in ARGUMENTS:
             found.add(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(":")[0] == "cuda":
             found.add(LITERAL)
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value and ast.unparse(node.value) == "torch.cuda":
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and names_cuda(node.value):
             found.add("torch.cuda")
     return found
 
 
+def names_cuda(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "cuda"
+
+
+@cache
 def used() -> dict[str, set[str]]:
     files = sorted(path for wing in WINGS for path in (ROOT / wing).rglob("*.py"))
-    found = {str(path.relative_to(ROOT)): uses(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
+    found = {
+        name: uses(ast.parse(text))
+        for name, text in texts.items()
+        if any(word in text for word in ("cuda", *ARGUMENTS))
+    }
     return {name: names for name, names in found.items() if names}
 
 

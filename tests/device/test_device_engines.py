@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rollout_helpers
+import sharded_worker
 from outcomes import farthest, outcome
 from simulated_device.child import on_simulated_device
 from train_helpers import (
@@ -36,6 +37,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "one of both": {"gradient_checkpointing": 1, "activation_offload": True},
     "adapters": {"lora": Lora(rank=4, alpha=12.0)},
     "critic": {"role": "critic", "model": {"head": "value"}},
+    "reference": {"role": "ref", "optimizer": None},
     "eager": {"model": {"attn_implementation": "eager"}},
 }
 
@@ -64,6 +66,11 @@ def trained(folder: Path, saved: Path, device: str, **changes: Any) -> dict[str,
     engine: Any = build_engine(config)
     if engine.policy.offload is not None:
         engine.policy.offload.smallest_bytes = 0
+    if config.optimizer is None:
+        told = engine.forward(make_batch()).tolist()
+        engine.offload()
+        engine.onload()
+        return {"told": told, "again": engine.forward(make_batch()).tolist(), "built": engine.built().weights_checksum}
     found: dict[str, Any] = {"first": learn(engine, 2)}
     engine.offload()
     engine.onload()
@@ -125,9 +132,7 @@ def sampled(folder: Path, device: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "shape", [{}, {"model_type": "llama"}, {"model_type": "mistral", "sliding_window": 5}], ids=str
-)
+@pytest.mark.parametrize("shape", [{}, {"model_type": "mistral", "sliding_window": 5}], ids=str)
 @on_simulated_device
 def test_the_sampler_writes_the_same_tokens(tmp_path: Path, shape: dict[str, Any]) -> None:
     """The CPU's norms and its attention of a decoded step add in another order: log-probs are equal to rounding."""
@@ -141,22 +146,29 @@ def test_the_sampler_writes_the_same_tokens(tmp_path: Path, shape: dict[str, Any
     np.testing.assert_allclose(own_scores, scores, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", ["fsdp2", "fsdp2 critic", "fsdp2 recompute one, offload activations", "fsdp2 bf16"])
-@on_simulated_device
-def test_fsdp2(tmp_path: Path, case: str) -> None:
-    """All that the contract of engines with several ranks asks of one: steps, resume, objectives, export, proof."""
-    import sharded_worker
+SHARDED = {  # how far from the CPU's: DeepSpeed, which knows one device in a process, is held against `ddp`
+    "fsdp2": 0.0,
+    "fsdp2 critic": 0.0,
+    "fsdp2 recompute one, offload activations": 0.0,
+    "fsdp2 bf16": 1e-2,  # the head's gradient is rounded to bf16 once, on the CPU for each chunk
+    "zero2": 1e-5,
+    "zero3": 1e-5,
+}
 
-    model, found = write_model(tmp_path / "model", QWEN2), []
-    for device in ("cpu", "cuda"):
-        job = {"case": case, "out": str(tmp_path / device / "one"), "device": device, "offload": device == "cuda"}
+
+@pytest.mark.parametrize("case", SHARDED)
+@on_simulated_device
+def test_engines_of_several_ranks(tmp_path: Path, case: str) -> None:
+    """All that their contract asks of one rank: steps, resume, objectives, export, greedy answers."""
+    if case not in sharded_worker.CASES:
+        pytest.skip("DeepSpeed is not installed")
+    model, close = write_model(tmp_path / "model", QWEN2), SHARDED[case]
+    for device, engine in (("cpu", "ddp" if "zero" in case else case), ("cuda", case)):
+        job = {"case": engine, "out": str(tmp_path / device / "one"), "device": device, "offload": device == "cuda"}
         with in_the_gpus_order():
             sharded_worker.run(model, job, Rank()).close()
-        found.append(outcome(tmp_path / device, "one"))
-    on_cpu, on_device = found
-    close = 1e-2 if "bf16" in case else 0.0  # the head's gradient is rounded to bf16 once on a GPU, on the CPU twice
+    on_cpu, on_device = (outcome(tmp_path / device, "one") for device in ("cpu", "cuda"))
     assert on_device.losses() == pytest.approx(on_cpu.losses(), rel=close, abs=close)
     assert on_device.norms() == pytest.approx(on_cpu.norms(), rel=close, abs=close)
     assert farthest(on_device.weights, on_cpu.weights) <= close
-    if "bf16" not in case:
-        assert on_device.ranks == on_cpu.ranks
+    assert close or on_device.ranks == on_cpu.ranks

@@ -16,7 +16,7 @@ import torch
 from simulated_device.child import on_simulated_device
 from simulated_device.seeds import line_of, seeded
 from simulated_device.walk import walk
-from train_helpers import QWEN2, grpo, learn, make_batch, scale_of, train_config, write_model
+from train_helpers import QWEN2, grpo, learn, make_batch, scale_of, train_config, weights_of, write_model
 
 from backends.ddp.engine import DdpTrainEngine
 from backends.ddp.flat_buffers import FlatAdamW, FlatParameters
@@ -33,25 +33,32 @@ Scenario = Callable[[Path], list[str]]
 def trainer(tmp_path: Path, **changes: Any) -> Any:
     model = {**changes.pop("model", {}), "device": "cuda"}
     made = train_config(write_model(tmp_path, QWEN2), **changes, model=model)
-    return DdpTrainEngine.build(made, Rank(local_rank=changes.get("local_rank", 0)))
+    return DdpTrainEngine.build(made, Rank())
 
 
 # ── what is done on the device, and what is found there ───────────────────────────────────────────
 
 
-def a_step(tmp_path: Path, **model: Any) -> list[str]:
+def a_step(tmp_path: Path, **changes: Any) -> list[str]:
     """Two micro-batches and an optimizer step. The host waits twice: for the metrics and for the gradient's norm."""
-    made = trainer(tmp_path, model=model)
+    made = trainer(tmp_path, **changes)
+    if made.policy.offload is not None:
+        made.policy.offload.smallest_bytes = 0
     with walk() as found:
         learn(made, 1)
         made.offload()
         made.onload()
+        weights_of(made)
     more = [f"the host waits {count} times at {where}" for where, count in found.waits.items() if count > 1]
-    return [*found.faults, *(wait for wait in more if "offload.py" not in wait)]
+    return [*found.faults, *(wait for wait in more if "/offload.py" not in wait and "host_pieces" not in wait)]
 
 
 def a_step_in_bf16(tmp_path: Path) -> list[str]:
-    return a_step(tmp_path, dtype="bf16")
+    return a_step(tmp_path, model={"dtype": "bf16"})
+
+
+def a_step_whose_activations_leave(tmp_path: Path) -> list[str]:
+    return a_step(tmp_path, gradient_checkpointing=1, activation_offload=True)
 
 
 def the_second_device(tmp_path: Path) -> list[str]:
@@ -108,6 +115,7 @@ def shared_memory(tmp_path: Path) -> list[str]:
 SCENARIOS: tuple[Scenario, ...] = (
     a_step,
     a_step_in_bf16,
+    a_step_whose_activations_leave,
     the_second_device,
     activations,
     bytes_there_and_back,

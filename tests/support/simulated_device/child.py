@@ -45,8 +45,11 @@ def on_simulated_device(test: Callable[..., Any]) -> Callable[..., Any]:
         process.stdin.flush()
         reply = process.stdout.readline()
         assert reply, f"the child has ended: {process.wait()}"
-        if error := json.loads(reply)["error"]:
-            pytest.fail(error, pytrace=False)
+        found = json.loads(reply)
+        if found["reason"]:
+            pytest.skip(found["reason"])
+        if found["error"]:
+            pytest.fail(found["error"], pytrace=False)
 
     return ask
 
@@ -73,15 +76,17 @@ def serve() -> None:
     for asked in map(json.loads, sys.stdin):
         if str(Path(asked["file"]).parent) not in sys.path:
             sys.path.append(str(Path(asked["file"]).parent))
-        error = ""
+        error = reason = ""
         try:
             test = getattr(import_module(Path(asked["file"]).stem), asked["test"])
             given = {name: Path(value) if name == "tmp_path" else value for name, value in asked["arguments"].items()}
             test(**given)
+        except pytest.skip.Exception as skipped:
+            reason = str(skipped)
         except BaseException:
             error = traceback.format_exc()
         library.set_device(0)
-        print(json.dumps({"error": error}), file=replies, flush=True)
+        print(json.dumps({"error": error, "reason": reason}), file=replies, flush=True)
 
 
 if __name__ == "__main__":

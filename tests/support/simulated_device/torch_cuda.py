@@ -135,29 +135,27 @@ def install(library: ctypes.CDLL) -> None:
     def mapped(device: int, handle: bytes, *rest: Any) -> Any:
         return shared.pop(handle)  # the same memory: it is given up when both ends have let go of it
 
-    @contextmanager
-    def device(given: Any) -> Iterator[None]:
-        before = library.current_device()
-        library.set_device(index_of(given))
-        try:
-            yield
-        finally:
-            library.set_device(before)
+    def exchange(device: int) -> int:
+        before = int(library.current_device())
+        library.set_device(before if device < 0 else device)
+        return before
 
     resize_of_host, numpy_of_torch = torch.UntypedStorage.resize_, torch.Tensor.numpy
     patches: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.UntypedStorage, {"resize_": resize, "_share_cuda_": share, "_new_shared_cuda": staticmethod(mapped)}),
         (torch.Tensor, {"record_stream": record_stream, "numpy": numpy}),
+        (torch.cuda.nvtx, {"range_push": lambda message: 0, "range_pop": lambda: 0}),
         (
             torch.cuda,
             {
                 "Stream": Stream,
                 "Event": Event,
                 "stream": stream,
-                "device": device,
                 "current_stream": current_stream,
                 "default_stream": lambda device=None: Stream(device, number=index_of(device)),
                 "_lazy_init": lambda: None,
+                "_exchange_device": exchange,
+                "_maybe_exchange_device": exchange,
                 "is_available": lambda: True,
                 "is_initialized": lambda: True,
                 "device_count": lambda: 2,
@@ -167,12 +165,15 @@ def install(library: ctypes.CDLL) -> None:
                 "memory_allocated": lambda device=None: library.held_bytes(),
                 "memory_reserved": lambda device=None: library.held_bytes(),
                 "max_memory_reserved": lambda device=None: library.held_bytes(),
+                "reset_peak_memory_stats": lambda device=None: None,
                 "empty_cache": lambda: None,
                 "ipc_collect": lambda: None,
                 "get_rng_state": lambda device=None: torch.get_rng_state(),
                 "set_rng_state": lambda state, device=None: None,
                 "get_device_capability": lambda device=None: (9, 0),
-                "get_device_properties": lambda device=None: SimpleNamespace(uuid=f"GPU-{index_of(device)}"),
+                "get_device_properties": lambda device=None: SimpleNamespace(
+                    uuid=f"GPU-{index_of(device)}", total_memory=2**36
+                ),
                 "is_bf16_supported": lambda including_emulation=True: True,
             },
         ),
