@@ -77,9 +77,9 @@ def trained(folder: Path, saved: Path, device: str, **changes: Any) -> dict[str,
     found["moved"] = learn(engine, 1, first=2)
     saved.mkdir()
     engine.save(saved)
-    found["then"] = learn(engine, 1, first=3)
+    found["then"] = learn(engine, 2, first=3)
     engine.load(saved)
-    found["again"] = learn(engine, 1, first=3)
+    found["again"] = learn(engine, 2, first=3)
     assert found["then"] == found["again"]
     if config.model.head == "value":
         found["told"] = [engine.values(make_batch()).tolist(), engine.scores(make_batch()).tolist()]

@@ -24,6 +24,7 @@ from backends.packed.layout import PackedLayout, _Pad
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.train import activation_offload, engine, role_group
+from backends.train.adamw import set_steps
 from backends.weights import device_memory, host_pieces
 from specs.wire.role_config import Sampling
 
@@ -112,6 +113,16 @@ def shared_memory(tmp_path: Path) -> list[str]:
     return list(found.faults)
 
 
+def a_resume(tmp_path: Path) -> list[str]:
+    made = trainer(tmp_path / "model")
+    learn(made, 2)
+    made.save(tmp_path)
+    then = learn(made, 2, first=2)
+    made.load(tmp_path)
+    assert learn(made, 2, first=2) == then
+    return []
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     a_step,
     a_step_in_bf16,
@@ -120,6 +131,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     activations,
     bytes_there_and_back,
     shared_memory,
+    a_resume,
 )
 
 
@@ -172,15 +184,15 @@ def test_a_decoded_step_waits_as_often_as_is_known(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Seed:
-    """A defect: in a function, `new` stands for `old`. `at`: function and text of the line that is named, where that is
-    not the defect's own."""
+    """A defect: in a function, `new` stands for `old`. `found`: a word of what finds it. `at`: function and text of the
+    line that is named, where that is not the defect's own."""
 
     defect: str
+    scenario: Scenario
+    found: str
     function: Any
     old: str
-    new: str
-    scenario: Scenario
-    finds: str
+    new: str = "pass"
     at: tuple[Any, str] | None = None
 
     @property
@@ -200,104 +212,106 @@ FETCHED = (activation_offload._Held.fetch, "part.copy_(piece, non_blocking=True)
 COPIED = (host_pieces._Lane.start, "target_U.copy_(source_U, non_blocking=True)")
 STEPPED = (FlatAdamW.step, "self.adamw.step()")
 
+READ_FIRST, HANDED_OUT = "may not be done", "no record_stream"  # by the streams
 SEEDS = (
     Seed(
         "indices left on the host",
+        a_step,
+        "same device",  # by the operator
         PackedLayout.__init__,
         "put(plan.index_P), put",
         "torch.from_numpy(plan.index_P), put",
-        a_step,
-        "same device",
         (_Pad.forward, "x_T.index_select(0, index_P)"),
     ),
     Seed(
-        "a number read from the device in each micro-batch",
-        engine.LossMetrics.add,
-        "+= sums",
-        "+= sums.sum().item()",
+        "the optimizer's counter on the host",
         a_step,
-        "the host waits 2 times",
-    ),
-    Seed(
-        "a copy that the reader does not wait for",
-        activation_offload._Held.read,
-        "torch.cuda.current_stream(self.offload.device).wait_event(self.arrived)",
-        "pass",
-        activations,
-        "may not be done",
-        FETCHED,
-    ),
-    Seed(
-        "memory given up while another stream writes it",
-        activation_offload._Held.fetch,
-        "self.back.record_stream(stream)",
-        "pass",
-        activations,
-        "no record_stream",
-        FETCHED,
-    ),
-    Seed(
-        "a stream that does not wait for the one before it",
-        activation_offload.ActivationOffload._copy_out,
-        "self.stream.wait_stream(torch.cuda.current_stream(self.device))",
-        "pass",
-        activations,
-        "may not be done",
-        (activation_offload.ActivationOffload._copy_out, "piece.copy_(part, non_blocking=True)"),
-    ),
-    Seed(
-        "a pinned buffer filled again while it is being sent",
-        host_pieces._Lane.wait,
-        "self._done.synchronize()",
-        "pass",
-        bytes_there_and_back,
-        "numpy at",
-        COPIED,
-    ),
-    Seed(
-        "no wait for a stream at the end",
-        host_pieces.fill,
-        "torch.cuda.current_stream(target_U.device).wait_stream(lanes[0].stream)",
-        "pass",
-        bytes_there_and_back,
-        "may not be done",
-        COPIED,
-    ),
-    Seed(
-        "masters in bf16",
-        FlatParameters.__init__,
-        "if dtype == torch.float32 else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size,",
-        "if True else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size, dtype=dtype,",
-        a_step_in_bf16,
-        "no masters",
+        "_fused_adamw_",  # by the operator, which on a GPU takes no number of the host
+        FlatAdamW.__init__,
+        "device=part.device",
+        'device="cpu"',
         STEPPED,
     ),
     Seed(
         "a rank that does not take its own device",
+        the_second_device,
+        "this rank's is cuda:1",  # by the walk
         role_group.join_group,
         "torch.cuda.set_device(device_index(rank, torch.cuda.device_count()))",
-        "pass",
-        the_second_device,
-        "this rank's is cuda:1",
-        (FlatParameters.__init__, "self.source(segment).copy_(segment.parameter.data)"),
+        at=(FlatParameters.__init__, "self.source(segment).copy_(segment.parameter.data)"),
     ),
     Seed(
-        "the optimizer's counter on the host",
-        FlatAdamW.__init__,
-        "device=part.device",
-        'device="cpu"',
-        a_step,
-        "_fused_adamw_",
+        "masters in bf16",
+        a_step_in_bf16,
+        "no masters",  # by the walk
+        FlatParameters.__init__,
+        "if dtype == torch.float32 else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size,",
+        "if True else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size, dtype=dtype,",
         STEPPED,
     ),
     Seed(
+        "steps that a resume does not count",
+        a_resume,
+        "AssertionError",  # by the numbers
+        set_steps,
+        'state["step"].fill_(steps)',
+        at=(a_resume, "assert learn(made, 2, first=2) == then"),
+    ),
+    Seed(
+        "a number read from the device in each micro-batch",
+        a_step,
+        "the host waits 2 times",  # by the count
+        engine.LossMetrics.add,
+        "+= sums",
+        "+= sums.sum().item()",
+    ),
+    Seed(
+        "a copy that the reader does not wait for",
+        activations,
+        READ_FIRST,
+        activation_offload._Held.read,
+        "torch.cuda.current_stream(self.offload.device).wait_event(self.arrived)",
+        at=FETCHED,
+    ),
+    Seed(
+        "a stream that does not wait for the one before it",
+        activations,
+        READ_FIRST,
+        activation_offload.ActivationOffload._copy_out,
+        "self.stream.wait_stream(torch.cuda.current_stream(self.device))",
+        at=(activation_offload.ActivationOffload._copy_out, "piece.copy_(part, non_blocking=True)"),
+    ),
+    Seed(
+        "a stream that nobody waits for at the end",
+        bytes_there_and_back,
+        READ_FIRST,
+        host_pieces.fill,
+        "torch.cuda.current_stream(target_U.device).wait_stream(lanes[0].stream)",
+        at=COPIED,
+    ),
+    Seed(
+        "a pinned buffer filled again while it is being sent",
+        bytes_there_and_back,
+        "numpy at",  # by the streams, of which the host is one
+        host_pieces._Lane.wait,
+        "self._done.synchronize()",
+        at=COPIED,
+    ),
+    Seed(
+        "memory given up while another stream writes it",
+        activations,
+        HANDED_OUT,
+        activation_offload._Held.fetch,
+        "self.back.record_stream(stream)",
+        at=FETCHED,
+    ),
+    Seed(
         "a mapping given up before it has been read",
+        shared_memory,
+        HANDED_OUT,
         device_memory.MappedWindows.close,
         "torch.cuda.synchronize()",
-        "pass",
-        shared_memory,
-        "no record_stream",
-        (shared_memory, ".copy_(reader.window(0))"),
+        at=(shared_memory, ".copy_(reader.window(0))"),
     ),
 )
 
@@ -306,5 +320,5 @@ SEEDS = (
 @on_simulated_device
 def test_a_defect_is_found_at_its_line(tmp_path: Path, number: int) -> None:
     found = SEEDS[number].findings(tmp_path)
-    assert SEEDS[number].finds in found, found
+    assert SEEDS[number].found in found, found
     assert SEEDS[number].line in found, found

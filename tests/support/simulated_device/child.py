@@ -35,6 +35,10 @@ def on_simulated_device(test: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(test)
     def ask(**arguments: Any) -> None:
+        import torch
+
+        if torch.version.cuda is not None:
+            pytest.skip("this torch is built for CUDA, and has devices of its own")
         if compiler() is None:
             pytest.skip("no C++ compiler: the simulated device cannot be built")
         asked = {"file": sys.modules[test.__module__].__file__, "test": test.__name__, "arguments": arguments}
@@ -60,7 +64,8 @@ def _child() -> subprocess.Popen[str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
     command = [sys.executable, "-W", "ignore", "-m", "simulated_device.child"]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment)
-    atexit.register(process.kill)
+    atexit.register(process.wait)
+    atexit.register(process.kill)  # first
     return process
 
 

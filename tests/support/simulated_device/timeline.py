@@ -77,13 +77,16 @@ class Timeline:
     """Everything that was asked of the devices, in the order of the host."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self.clocks: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.memory: dict[int, Held] = {}  # by address
         self.given_up: defaultdict[int, list[Use]] = defaultdict(list)  # by stream: uses not waited for
         self.faults: list[str] = []
         self.copies: Counter[str] = Counter()  # between host and device, by line
         self.waits: Counter[str] = Counter()  # of the host for the device, by line
-        self.lock = threading.RLock()
 
     def begin(self, stream: int) -> None:
         """The host gives a stream one more piece of work, or does one itself."""
@@ -94,10 +97,9 @@ class Timeline:
         """Have a stream wait until others are as far as `clock`."""
         self.clocks[stream] |= clock
 
-    def host_waits(self, clock: Counter[int], *, counted: bool = True) -> None:
+    def host_waits(self, clock: Counter[int]) -> None:
         self.join(HOST, clock)
-        if counted:
-            self.waits[line()] += 1
+        self.waits[line()] += 1
 
     def everything(self) -> Counter[int]:
         return Counter({stream: clock[stream] for stream, clock in self.clocks.items()})

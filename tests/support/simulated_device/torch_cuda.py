@@ -135,6 +135,11 @@ def install(library: ctypes.CDLL) -> None:
     def mapped(device: int, handle: bytes, *rest: Any) -> Any:
         return shared.pop(handle)  # the same memory: it is given up when both ends have let go of it
 
+    def held(device: Any = None) -> int:
+        return int(library.held_bytes())
+
+    def nothing(device: Any = None) -> None: ...
+
     def exchange(device: int) -> int:
         before = int(library.current_device())
         library.set_device(before if device < 0 else device)
@@ -153,7 +158,6 @@ def install(library: ctypes.CDLL) -> None:
                 "stream": stream,
                 "current_stream": current_stream,
                 "default_stream": lambda device=None: Stream(device, number=index_of(device)),
-                "_lazy_init": lambda: None,
                 "_exchange_device": exchange,
                 "_maybe_exchange_device": exchange,
                 "is_available": lambda: True,
@@ -162,12 +166,8 @@ def install(library: ctypes.CDLL) -> None:
                 "current_device": lambda: library.current_device(),
                 "set_device": lambda device: library.set_device(index_of(device)),
                 "synchronize": lambda device=None: timeline.host_waits(timeline.everything()),
-                "memory_allocated": lambda device=None: library.held_bytes(),
-                "memory_reserved": lambda device=None: library.held_bytes(),
-                "max_memory_reserved": lambda device=None: library.held_bytes(),
-                "reset_peak_memory_stats": lambda device=None: None,
-                "empty_cache": lambda: None,
-                "ipc_collect": lambda: None,
+                **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_reserved"), held),
+                **dict.fromkeys(("_lazy_init", "reset_peak_memory_stats", "empty_cache", "ipc_collect"), nothing),
                 "get_rng_state": lambda device=None: torch.get_rng_state(),
                 "set_rng_state": lambda state, device=None: None,
                 "get_device_capability": lambda device=None: (9, 0),
@@ -207,31 +207,17 @@ def _kernels() -> None:
     aten = torch.ops.aten
 
     def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, causal: bool = False, **how: Any
     ) -> Tensor:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
-        how: dict[str, Any] = {"scale": scale}
-        if aten._fused_sdp_choice(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **how) == 1:
-            flash = aten._scaled_dot_product_flash_attention_for_cpu
-            found: Tensor = flash(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, **how)[0]
-        else:
-            plain = aten._scaled_dot_product_attention_math
-            found = plain(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **how)[0]
-        return found
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        flash, plain = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_attention_math
+        if aten._fused_sdp_choice(q, k, v, mask, dropout, causal, **how) == 1:
+            return flash(q, k, v, dropout, causal, attn_mask=mask, scale=how.get("scale"))[0]
+        return plain(q, k, v, mask, dropout, causal, **how)[0]
 
-    def addmm(
-        self: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: int = 1, alpha: int = 1, out: Tensor
-    ) -> Tensor:
-        return out.copy_(beta * self + alpha * (a.to(out_dtype) @ b.to(out_dtype)))
+    def addmm(self: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor, **factors: Any) -> Tensor:
+        return out.copy_(self + a.to(out_dtype) @ b.to(out_dtype))  # a GPU rounds nothing before it adds
 
     aten_library = torch.library.Library("aten", "IMPL")
     aten_library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")

@@ -16,14 +16,14 @@ from simulated_device.torch_cuda import current_stream, device_library, span_of,
 
 # Operators for whose result the host waits: numbers, and shapes that depend on values.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "bincount"}
-NO_DATA = ("empty", "new_empty", "set_", "resize_", "_local_scalar_dense")  # of these nothing is written
+NO_DATA = ("empty", "new_empty", "set_", "resize_")  # they touch no byte
 MOST = 4096
 
 
 @contextmanager
 def walk(*, device: int = 0) -> Iterator[Timeline]:
     """Follow what a rank does, which is to use this device; what is wrong is in `faults` afterwards."""
-    timeline.__init__()  # type: ignore[misc]
+    timeline.begin_anew()
     mode = _Follower(device)
     mode.forget()
     with mode:
