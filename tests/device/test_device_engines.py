@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import rollout_helpers
 import sharded_worker
+from families import FAMILIES
 from outcomes import farthest, outcome
 from simulated_device.child import on_simulated_device
 from train_helpers import (
@@ -27,6 +28,7 @@ from train_helpers import (
 )
 
 from backends.protocol import Rank
+from backends.torch_rollout.engine import TorchRolloutEngine
 from specs.schema.role_section import Lora
 from specs.wire.role_config import Sampling
 
@@ -107,8 +109,6 @@ def test_trainers(tmp_path: Path, case: str) -> None:
 
 def sampled(folder: Path, device: str) -> list[Any]:
     """Return what a sampler says on its way: awake, and after each way to sleep, in several ways to sample."""
-    from backends.torch_rollout.engine import TorchRolloutEngine
-
     config = rollout_helpers.rollout_config(folder, max_sequences=6)
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     engine = TorchRolloutEngine.build(config, Rank())
@@ -144,6 +144,19 @@ def test_the_sampler_writes_the_same_tokens(tmp_path: Path, shape: dict[str, Any
         for name, (tokens, logprobs, finished) in theirs.items():
             assert ours[name] == (tokens, pytest.approx(logprobs, abs=2e-5), finished)
     np.testing.assert_allclose(own_scores, scores, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "falcon_h1", "llama4_text"])
+@on_simulated_device
+def test_families(tmp_path: Path, family: str) -> None:
+    """Experts, states, complex rotations: a step's numbers; and what the sampler proves of its cache."""
+    folder, found = write_model(tmp_path, {**FAMILIES[family].config, "eos_token_id": 1}), []
+    for device in ("cpu", "cuda"):
+        found.append(learn(build_engine(train_config(folder, model={"device": device})), 2))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    config = rollout_helpers.rollout_config(folder)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+    rollout_helpers.give_weights(TorchRolloutEngine.build(config, Rank()), scale=0.05)
 
 
 SHARDED = {  # how far from the CPU's: DeepSpeed, which knows one device in a process, is held against `ddp`

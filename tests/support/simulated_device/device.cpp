@@ -144,6 +144,8 @@ at::Tensor like(const at::Tensor& tensor, const c10::Storage& storage, c10::Disp
                                                               tensor.dtype())
                    : at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, tensor.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
   return made;
 }
 
@@ -288,7 +290,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
-  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
+  // They would choose among kernels of a GPU; `copy_` among its queues.
+  for (auto name : {"copy_", "convolution", "convolution_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
+  }
   // What the CPU has a kernel for is computed by it, though it could also be put together from other operators.
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
