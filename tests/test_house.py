@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "engines, packing, weights": (16_410, 15_000, ("backends",)),
     "four packages": (58_860, 50_000, WINGS),
     "scripts": (3_060, 3_000, ("scripts",)),
-    "tests with their cases": (43_830, 38_000, ("tests",)),
+    "tests with their cases": (45_091, 38_000, ("tests",)),
     "docs": (3_880, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

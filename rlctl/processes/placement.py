@@ -131,6 +131,10 @@ def make_plan(
     at_once = 2 if _work_at_once(spec) else 1
     for_transport = {}
     if (sampling := sampling_of(spec)) is not None and choose_transport(sampling)[0] == "cuda_ipc":
+        seen = [_visible(device, ACTOR) for device in sampling.actor.devices]
+        if parts := [name for name in seen if name.startswith("MIG-")]:
+            message = "CUDA IPC has not been tried on a part of a GPU (MIG), as CUDA_VISIBLE_DEVICES names one here"
+            raise SpecError([Problem("sync.transport", message, 'write "shm" or "auto"', f"cuda_ipc on {parts[0]}")])
         for_transport = _without_expandable_segments()
     port = (spec.cluster or ClusterSection()).port
     planner = _Planner(spec_dir, usable, port, beyond, names, at_once, for_transport)

@@ -167,6 +167,18 @@ def test_memory_that_another_process_maps_is_not_in_expandable_segments(monkeypa
     assert found.key == "actor.env.PYTORCH_CUDA_ALLOC_CONF"
 
 
+def test_a_part_of_a_gpu_is_not_shared_by_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu = {"actor": {"devices": [1]}, "rollout": {"devices": [1]}}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,MIG-3f1e")
+    with pytest.raises(SpecError) as raised:
+        plan(**one_gpu, sync={"transport": "cuda_ipc"})
+    (found,) = raised.value.problems
+    assert (found.key, found.value) == ("sync.transport", "cuda_ipc on MIG-3f1e")
+    assert "MIG" in found.message
+    assert "shm" in found.hint
+    plan(**one_gpu)
+
+
 def _two_nodes(launcher: str, devices: Any = (), **sections: Any) -> Plan:
     actor = {"processes": 4, "nodes": 2, "launcher": launcher, "devices": devices}
     return plan(actor=actor, cluster={"kind": "ray"}, names="ab", address="10.0.0.1", **sections)

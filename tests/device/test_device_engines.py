@@ -1,0 +1,187 @@
+"""Engines on a simulated CUDA device: what they compute is what they compute on the CPU, to the last bit in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rollout_helpers
+import sharded_worker
+from families import FAMILIES
+from outcomes import farthest, outcome
+from simulated_device.child import on_simulated_device
+from train_helpers import (
+    QWEN2,
+    build_engine,
+    learn,
+    make_batch,
+    make_units,
+    objective,
+    train_config,
+    unit_scale,
+    weights_of,
+    write_model,
+)
+
+from backends.protocol import Rank
+from backends.torch_rollout.engine import TorchRolloutEngine
+from specs.schema.role_section import Lora
+from specs.wire.role_config import Sampling
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "actor": {},
+    "recompute": {"gradient_checkpointing": True},
+    "activations on the host": {"activation_offload": True},
+    "one of both": {"gradient_checkpointing": 1, "activation_offload": True},
+    "adapters": {"lora": Lora(rank=4, alpha=12.0)},
+    "critic": {"role": "critic", "model": {"head": "value"}},
+    "reference": {"role": "ref", "optimizer": None},
+    "eager": {"model": {"attn_implementation": "eager"}},
+}
+
+
+@contextmanager
+def in_the_gpus_order() -> Iterator[None]:
+    """Where a trainer makes other sums on a GPU on purpose, the CPU makes the same: a stock RMSNorm; keys and values
+    for each query head in fp32; longer pieces of a gradient's norm."""
+    from backends.packed import layout
+    from backends.train import adamw, rms_norm
+
+    def each(device: object, dtype: Any, *, masked: bool) -> bool:
+        return masked or "float32" in str(dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rms_norm, "_KNOWN", set())
+        patch.setattr(adamw, "PIECE", adamw.GPU_PIECE)
+        patch.setattr(layout, "wants_a_key_per_query_head", each)
+        yield
+
+
+def trained(folder: Path, saved: Path, device: str, **changes: Any) -> dict[str, Any]:
+    """Return what a trainer says on its way: steps, off the device and back, a state that it saves and reads again."""
+    model = {**changes.pop("model", {}), "device": device}
+    config = train_config(folder, **changes, model=model)
+    engine: Any = build_engine(config)
+    if engine.policy.offload is not None:
+        engine.policy.offload.smallest_bytes = 0
+    if config.optimizer is None:
+        told = engine.forward(make_batch()).tolist()
+        engine.offload()
+        engine.onload()
+        return {"told": told, "again": engine.forward(make_batch()).tolist(), "built": engine.built().weights_checksum}
+    found: dict[str, Any] = {"first": learn(engine, 2)}
+    engine.offload()
+    engine.onload()
+    found["moved"] = learn(engine, 1, first=2)
+    saved.mkdir()
+    engine.save(saved)
+    found["then"] = learn(engine, 2, first=3)
+    engine.load(saved)
+    found["again"] = learn(engine, 2, first=3)
+    assert found["then"] == found["again"]
+    if config.model.head == "value":
+        found["told"] = [engine.values(make_batch()).tolist(), engine.scores(make_batch()).tolist()]
+        sums = engine.forward_backward(make_units(), objective("bradley_terry"), unit_scale(make_units()))
+    else:
+        found["told"] = [engine.forward(make_batch()).tolist()]
+        found["greedy"] = [written.tokens for written in engine.greedy([[1, 2, 3], [4]], 3)]
+        sums = engine.forward_backward(make_units(), objective("dpo"), unit_scale(make_units()))
+    found |= {"sums": dict(sums), "norm": engine.optim_step().grad_norm, "built": engine.built().weights_checksum}
+    found["bf16"] = {name: value.tobytes() for name, value in weights_of(engine, "bf16").items()}
+    found["weights"] = {name: value.tobytes() for name, value in weights_of(engine).items()}
+    return found
+
+
+@pytest.mark.parametrize("case", TRAINERS)
+@on_simulated_device
+def test_trainers(tmp_path: Path, case: str) -> None:
+    folder = write_model(tmp_path / "model", QWEN2)
+    with in_the_gpus_order():
+        on_cpu = trained(folder, tmp_path / "cpu", "cpu", **TRAINERS[case])
+    on_device = trained(folder, tmp_path / "cuda", "cuda", **TRAINERS[case])
+    for part in on_cpu:
+        assert on_cpu[part] == on_device[part], part
+
+
+def sampled(folder: Path, device: str) -> list[Any]:
+    """Return what a sampler says on its way: awake, and after each way to sleep, in several ways to sample."""
+    config = rollout_helpers.rollout_config(folder, max_sequences=6)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+    engine = TorchRolloutEngine.build(config, Rank())
+    rollout_helpers.give_weights(engine)
+    ways = [
+        Sampling(seed=3, max_response_tokens=9, **way) for way in ({}, {"top_p": 0.8, "top_k": 7}, {"greedy": True})
+    ]
+    found: list[Any] = [rollout_helpers.answer(engine, rollout_helpers.make_prompts(), way) for way in ways]
+    engine.sleep(1)
+    engine.wake(["weights", "kv_cache"])
+    found.append(rollout_helpers.answer(engine, rollout_helpers.make_prompts()))
+    engine.sleep(2)
+    engine.wake(["weights"])
+    rollout_helpers.give_weights(engine, seed=1)
+    engine.wake(["kv_cache"])
+    found += [
+        rollout_helpers.answer(engine, rollout_helpers.make_prompts()),
+        engine.score(make_batch(vocab=23), 0.7).tolist(),
+    ]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("shape", [{}, {"model_type": "mistral", "sliding_window": 5}], ids=str)
+@on_simulated_device
+def test_the_sampler_writes_the_same_tokens(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """The CPU's norms and its attention of a decoded step add in another order: log-probs are equal to rounding."""
+    folder = rollout_helpers.write_model(tmp_path, **shape)
+    *on_cpu, scores = sampled(folder, "cpu")
+    *on_device, own_scores = sampled(folder, "cuda")
+    for ours, theirs in zip(on_device, on_cpu, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, (tokens, logprobs, finished) in theirs.items():
+            assert ours[name] == (tokens, pytest.approx(logprobs, abs=2e-5), finished)
+    np.testing.assert_allclose(own_scores, scores, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "falcon_h1", "llama4_text"])
+@on_simulated_device
+def test_families(tmp_path: Path, family: str) -> None:
+    """Experts, states, complex rotations: a step's numbers; and what the sampler proves of its cache."""
+    folder, found = write_model(tmp_path, {**FAMILIES[family].config, "eos_token_id": 1}), []
+    for device in ("cpu", "cuda"):
+        found.append(learn(build_engine(train_config(folder, model={"device": device})), 2))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    config = rollout_helpers.rollout_config(folder)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+    rollout_helpers.give_weights(TorchRolloutEngine.build(config, Rank()), scale=0.05)
+
+
+SHARDED = {  # how far from the CPU's: DeepSpeed, which knows one device in a process, is held against `ddp`
+    "fsdp2": 0.0,
+    "fsdp2 critic": 0.0,
+    "fsdp2 recompute one, offload activations": 0.0,
+    "fsdp2 bf16": 1e-2,  # the head's gradient is rounded to bf16 once, on the CPU for each chunk
+    "zero2": 1e-5,
+    "zero3": 1e-5,
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+@on_simulated_device
+def test_engines_of_several_ranks(tmp_path: Path, case: str) -> None:
+    """All that their contract asks of one rank: steps, resume, objectives, export, greedy answers."""
+    if case not in sharded_worker.CASES:
+        pytest.skip("DeepSpeed is not installed")
+    model, close = write_model(tmp_path / "model", QWEN2), SHARDED[case]
+    for device, engine in (("cpu", "ddp" if "zero" in case else case), ("cuda", case)):
+        job = {"case": engine, "out": str(tmp_path / device / "one"), "device": device, "offload": device == "cuda"}
+        with in_the_gpus_order():
+            sharded_worker.run(model, job, Rank()).close()
+    on_cpu, on_device = (outcome(tmp_path / device, "one") for device in ("cpu", "cuda"))
+    assert on_device.losses() == pytest.approx(on_cpu.losses(), rel=close, abs=close)
+    assert on_device.norms() == pytest.approx(on_cpu.norms(), rel=close, abs=close)
+    assert farthest(on_device.weights, on_cpu.weights) <= close
+    assert close or on_device.ranks == on_cpu.ranks

@@ -1,0 +1,98 @@
+"""Tests marked `on_simulated_device` run in one child process, for torch must find the device when it is imported.
+
+    @on_simulated_device
+    def test_something(tmp_path: Path) -> None: ...
+
+In pytest's own process such a test asks the child, which imports its file and calls it there. Its arguments travel as
+JSON.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulated_device.library import built, compiler, load
+
+SUPPORT = Path(__file__).parents[1]
+IS_CHILD = "RLCTL_SIMULATED_DEVICE"
+
+
+def on_simulated_device(test: Callable[..., Any]) -> Callable[..., Any]:
+    if IS_CHILD in os.environ:
+        return test
+
+    @functools.wraps(test)
+    def ask(**arguments: Any) -> None:
+        import torch
+
+        if torch.version.cuda is not None:
+            pytest.skip("this torch is built for CUDA, and has devices of its own")
+        if compiler() is None:
+            pytest.skip("no C++ compiler: the simulated device cannot be built")
+        asked = {"file": sys.modules[test.__module__].__file__, "test": test.__name__, "arguments": arguments}
+        process = _child()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(asked, default=str) + "\n")
+        process.stdin.flush()
+        reply = process.stdout.readline()
+        assert reply, f"the child has ended: {process.wait()}"
+        found = json.loads(reply)
+        if found["reason"]:
+            pytest.skip(found["reason"])
+        if found["error"]:
+            pytest.fail(found["error"], pytrace=False)
+
+    return ask
+
+
+@functools.cache
+def _child() -> subprocess.Popen[str]:
+    environment = {**os.environ, IS_CHILD: str(built())}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
+    command = [sys.executable, "-W", "ignore", "-m", "simulated_device.child"]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment)
+    atexit.register(process.wait)
+    atexit.register(process.kill)  # first
+    return process
+
+
+def serve() -> None:
+    library = load(Path(os.environ[IS_CHILD]))
+    replies, sys.stdout = sys.stdout, sys.stderr
+    import torch
+
+    from simulated_device.torch_cuda import install
+
+    torch.set_num_threads(1)
+    install(library)
+    for asked in map(json.loads, sys.stdin):
+        if str(Path(asked["file"]).parent) not in sys.path:
+            sys.path.append(str(Path(asked["file"]).parent))
+        error = reason = ""
+        try:
+            test = getattr(import_module(Path(asked["file"]).stem), asked["test"])
+            given = {name: Path(value) if name == "tmp_path" else value for name, value in asked["arguments"].items()}
+            test(**given)
+        except pytest.skip.Exception as skipped:
+            reason = str(skipped)
+        except BaseException:
+            error = traceback.format_exc()
+        library.set_device(0)
+        print(json.dumps({"error": error, "reason": reason}), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
