@@ -87,6 +87,14 @@ def init(
     preset: Annotated[
         str, Option(help="Which preset to write; default: quickstart.", autocompletion=_complete_preset)
     ] = "",
+    source: Annotated[
+        Path | None,
+        Option(
+            "--from",
+            metavar="FILE",
+            help="Translate a TRL script or YAML, a verl YAML or shell script, or a prime-rl TOML. Nothing is run.",
+        ),
+    ] = None,
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     launcher: Annotated[
@@ -109,12 +117,19 @@ def init(
     if list_presets:
         presets.print_presets()
         return
-    path = spec or Path(f"{preset or 'quickstart'}.toml")
+    if source is not None and preset:
+        raise UsageError("--from and --preset exclude each other", hint="leave one out")
+    path = spec or Path(f"{preset or (source.stem if source else 'quickstart')}.toml")
+    if source is not None and path.resolve() == source.resolve():
+        raise UsageError(f"{path}: is the file that --from reads", hint="name another SPEC to write")
     known = presets.LAUNCHERS.get(launcher)
     if known is not None and not force:
         presets.refuse_existing(known.file_of(path))  # before the spec is written: both or neither
     elsewhere = target == Machine.cluster or launcher == "kubernetes"
-    if not (known is not None and not preset and path.exists()):
+    if source is not None:
+        presets.write_translated(source, path, force=force, elsewhere=elsewhere)
+        typer.echo(f"wrote {path}")
+    elif not (known is not None and not preset and path.exists()):
         presets.write_preset(preset or "quickstart", path, force=force, elsewhere=elsewhere)
         typer.echo(f"wrote {path}")
     quoted = shlex.quote(str(path))

@@ -181,6 +181,24 @@ def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = Fals
             _write(target.parent / name, code.read_text(encoding="utf-8"), force=False)
 
 
+def write_translated(source: Path, target: Path, *, force: bool, elsewhere: bool = False) -> None:
+    """Write the spec that another tool's file means to `target`, and print what became of each of its keys. Raises
+    UsageError when it is no such file, or a file is in the way."""
+    from rlctl.show.screen import Screen
+    from rlctl.show.text_format import columns, counted
+    from rlctl.translate.foreign_files import read_foreign
+    from rlctl.translate.translation import as_toml, translate
+
+    made = translate(*read_foreign(source), source.name)
+    text = as_toml(made)
+    _write(target, text if elsewhere else _with_interpreters(text, target), force=force)
+    screen = Screen(outlives=True)
+    for head, rows in ((("translated", "here"), made.translated), (("left out", "why"), made.dropped)):
+        if rows:
+            screen.print(columns(head, list(rows.values()), left=2) + "\n", soft_wrap=True)
+    screen.print(f"left to you: {counted(sum(map(len, made.notes.values())), 'comment')} in {target}")
+
+
 def _with_pages_of_this_installation(text: str) -> str:
     """Presets name pages as a clone has them; a wheel has them elsewhere."""
     return re.sub(r"\bdocs/([\w-]+\.md)", lambda found: page(found[1]), text)
