@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import tomli
+
 import specs
 from specs.errors import SpecError, UsageError
 from specs.packages import environments, page
@@ -44,14 +46,33 @@ def summary(file: Path) -> str:
     return " ".join(comment).partition(". ")[0].rstrip(".")
 
 
-def print_presets() -> None:
+def runs_on(text: str) -> str:
+    """Say where the preset with this text runs."""
+    sections = [section for section in tomli.loads(text).values() if isinstance(section, dict)]
+    if any(section.get("nodes", 1) > 1 for section in sections):
+        return "a cluster"
+    return "one node with GPUs" if any("devices" in section for section in sections) else "a laptop"
+
+
+def print_presets(*, as_json: bool = False) -> None:
+    """Print the presets by where they run; "untried" are those that say that they were checked and not run."""
     from rich.table import Table
 
     from rlctl.show.screen import Screen
 
-    table = Table("preset", "what it is", box=None, pad_edge=False)
+    found = []
     for name, file in presets().items():
-        table.add_row(name, summary(file))
+        text = file.read_text(encoding="utf-8")
+        untried = "Checked, not run" in text.partition("\nschema")[0]
+        found.append({"preset": name, "runs_on": runs_on(text), "untried": untried, "what": summary(file)})
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for place in ("a laptop", "one node with GPUs", "a cluster"):
+        table.add_row(f"on {place}", style="bold")
+        for one in (one for one in found if one["runs_on"] == place):
+            table.add_row(f"  {one['preset']}", f"{'(untried) ' * bool(one['untried'])}{one['what']}")
     Screen().print(table)
 
 
