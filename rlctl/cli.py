@@ -69,7 +69,9 @@ class Machine(StrEnum):
 
 TargetMachine = Annotated[
     Machine,
-    typer.Option("--target", help="cluster: the run is for other machines; what this one lacks is a note, no error."),
+    typer.Option(
+        "--target", help="cluster: the run is for other machines; what this one lacks is a note, not an error."
+    ),
 ]
 
 
@@ -113,16 +115,7 @@ def init(
     preset: Annotated[
         str, Option(help="Which preset to write; default: quickstart.", autocompletion=_complete_preset)
     ] = "",
-    source: Annotated[
-        Path | None,
-        Option(
-            "--from",
-            metavar="FILE",
-            help="Translate a TRL script or YAML, a verl YAML or shell script, or a prime-rl TOML. Nothing is run.",
-        ),
-    ] = None,
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --list: as one JSON list.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     launcher: Annotated[
         str,
@@ -132,6 +125,15 @@ def init(
         ),
     ] = "",
     target: TargetMachine = Machine.here,
+    source: Annotated[
+        Path | None,
+        Option(
+            "--from",
+            metavar="FILE",
+            help="Translate a TRL script or YAML, a verl YAML or shell script, or a prime-rl TOML. Nothing is run.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list: as one JSON list.")] = False,
 ) -> None:
     """Write a commented spec to start from: a preset, or another tool's file in rlctl's keys."""
     from rlctl import presets
@@ -201,7 +203,7 @@ def check_config(
         ),
     ] = None,
 ) -> None:
-    """Say what a spec means and what is wrong with it. Needs no GPU, changes nothing."""
+    """Explain a spec and list everything wrong with it. Needs no GPU, changes nothing."""
     from rlctl.check.check_command import check
 
     level: Literal["meta", "run"] | None = probe.value if probe else None
@@ -329,7 +331,7 @@ def sweep(
     raise typer.Exit(run(spec, overrides or [], folder, jobs, dry_run, as_json=as_json, quiet=quiet))
 
 
-@command("plan", "plan my.toml --gpu-GiB 80", short_help="Say how much memory each role will take.")
+@command("plan", "plan my.toml --gpu-GiB 80", short_help="Estimate the memory of each role.")
 def plan(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -340,7 +342,7 @@ def plan(
     as_json: AsJson = False,
     target: TargetMachine = Machine.here,
 ) -> None:
-    """Say how much memory each role will take, in which phase, and what fits. Needs no GPU, only config.json."""
+    """Estimate the memory of each role in each phase, and whether it fits. Needs no GPU, only config.json."""
     from rlctl.memory.plan_command import plan_command
     from rlctl.run.run_exports import with_run_exports
 

@@ -53,7 +53,9 @@ def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False)
     """Write the page and say where it is. Returns 0. Raises RunDirError where one of them is no run."""
     for run_dir in run_dirs:
         if not (run_dir / "resolved.json").is_file():
-            raise RunDirError(f"{run_dir} is no run", hint="name run directories, as `rlctl train` makes them")
+            raise RunDirError(
+                f"{run_dir} is not a run directory", hint="name run directories, as `rlctl train` makes them"
+            )
     screen, goes_on, tables = progress_screen(as_json=as_json), "", []
     if len(run_dirs) == 1:
         (run_dir,) = run_dirs

@@ -246,7 +246,7 @@ class Runs:
 
     def _end(self) -> None:
         """Have each run save its last finished step, as after a Ctrl-C; a second one drops that."""
-        self.table.say("interrupted: every run saves its last finished step; the same call goes on from there")
+        self.table.say("interrupted: every run saves its last finished step; the same call continues from there")
         while self._running:
             for process in self._running.values():
                 process.send_signal(signal.SIGINT)

@@ -123,7 +123,7 @@ def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_o
         raise UsageError("--accept-changed-files: only with --resume", hint="a new run reads the files as they are")
     for option, given in (("--force", force), ("--from", bool(fork_of))):
         if given and resume:
-            hint = "--resume goes on with a run as it is; leave one of them out"
+            hint = "--resume continues a run as it is; leave one of them out"
             raise UsageError(f"{option}: not with --resume", hint=hint)
 
 
@@ -303,7 +303,7 @@ class Steps:
         saved = self.saver.saved
         if saved <= 0 or not checkpoints.step_path(self.run.checkpoints, saved).is_dir():
             return f"no step was saved yet (checkpoint.every = {self.spec.checkpoint.every})"
-        return f"go on after step {saved}, which is saved, with the same command and --resume"
+        return f"continue after step {saved}, which is saved, with the same command and --resume"
 
     def _save_last_step(self, why: str) -> None:
         """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""

@@ -155,7 +155,7 @@ def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -
     finally:
         process.kill()
     assert process.returncode == 130, output
-    assert "the same call goes on from there" in output
+    assert "the same call continues from there" in output
     for run in runs:
         assert not workers_of(run)
         assert list((run / "checkpoints").iterdir())
