@@ -320,13 +320,7 @@ rlctl init my.toml --from rl.toml           # prime-rl
 It prints what each key has become, and what was left out and why, all by the table below; the spec loads, and a comment
 stands above each line that needs a person: what the file computes or does not say, reward functions, environments.
 Defaults of theirs that differ from rlctl's are written out. A key of theirs in a spec, or after `--set`, is answered
-from the same table:
-
-```text
-error: actor_rollout_ref.rollout.n = 8: unknown key
-
-hint: here it is `algorithm.group_size`
-```
+from the same table: "here it is `algorithm.group_size`".
 
 What differs in kind: a **step** is generate, score, learn, once (verl's training step, TRL's generation batch); a batch
 is counted in **prompts** (`data.prompts_per_step`), each completed `algorithm.group_size` times, and divided into
