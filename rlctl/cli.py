@@ -77,27 +77,10 @@ TargetMachine = Annotated[
 
 def _version(asked: bool) -> None:
     if asked:
-        from rlctl import __version__
-        from specs.packages import installed_extras
+        from rlctl.version import version_line
 
-        extras = f"extras: {', '.join(installed_extras()) or 'none'}"
-        typer.echo(f"rlctl {__version__} ({', '.join([*_commit(), extras])})")
+        typer.echo(version_line())
         raise typer.Exit
-
-
-def _commit() -> list[str]:
-    """Return the commit of the clone that rlctl runs from, where there is one."""
-    import subprocess
-
-    from specs.packages import clone
-
-    if (root := clone()) is None or not (root / ".git").exists():
-        return []
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return [f"commit {subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=5).strip()}"]
-    except (OSError, subprocess.SubprocessError):
-        return []
 
 
 @app.callback()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SHIPPED = _ROOT / "specs" / "shipped"
-_EXTRA = re.compile(r"""^Requires-Dist: ([\w.-]+).*extra == ["']([\w-]+)["']""", re.MULTILINE)
 _VERSION = re.compile(r"^Version:[ \t]*(\S+)", re.MULTILINE)
 
 
@@ -35,30 +34,11 @@ def version_here(package: str) -> str:
     return line[1] if line else found.version
 
 
-def installed_extras() -> list[str]:
-    """Return the extras of rlctl whose packages are all installed; none where rlctl itself was not installed."""
-    try:
-        found = distribution("rlctl")
-    except PackageNotFoundError:
-        return []
-    wanted: dict[str, list[str]] = {}
-    for package, extra in _EXTRA.findall(found.read_text("METADATA") or found.read_text("PKG-INFO") or ""):
-        wanted.setdefault(extra, []).append(package)
-    return [
-        extra for extra, packages in wanted.items() if extra not in ("dev", "docs") and all(map(version_here, packages))
-    ]
-
-
 # ── a clone, or a wheel ───────────────────────────────────────────────────────────────────────────────
 
 
 def in_clone() -> bool:
     return not _SHIPPED.is_dir()
-
-
-def clone() -> Path | None:
-    """Return the folder of the clone that rlctl runs from."""
-    return _ROOT if in_clone() else None
 
 
 def setup_script() -> Path:
