@@ -248,7 +248,7 @@ def train(
 def evaluate(
     what: Annotated[str, Argument(metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.")],
     spec: Annotated[
-        Path | None, Argument(metavar="SPEC", help="Whose [eval], [data] and [reward]; default: the run's own.")
+        Path | None, Argument(metavar="SPEC", help="Spec with [eval], [data] and [reward]; default: the run's own.")
     ] = None,
     overrides: Overrides = None,
     step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
@@ -266,14 +266,16 @@ def evaluate(
 def serve(
     what: Annotated[str, Argument(metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.")],
     step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with --key.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other machines can connect only with --key.")
+    ] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Default: a free one.")] = 0,
     key: Annotated[
         str,
-        Option(envvar="RLCTL_SERVE_KEY", help="The only key let in; default: any, each with its own conversations."),
+        Option(envvar="RLCTL_SERVE_KEY", help="API key to require; default: any key, each with its own conversations."),
     ] = "",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Conversations, as rows for sft.")] = Path("served.jsonl"),
-    context: Annotated[int, Option(min=0, help="Tokens of a conversation; default: up to 8192.")] = 0,
+    context: Annotated[int, Option(min=0, help="Most tokens of a conversation; default: up to 8192.")] = 0,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 1.0,
     engine: Annotated[Literal["torch", "vllm"], typer.Option(help="vllm: where it is installed.")] = "torch",
     gpu: Annotated[bool, typer.Option("--gpu", help="Sample on the first GPU, in bf16.")] = False,
@@ -370,7 +372,7 @@ def export_checkpoint(
     out_dir: Annotated[Path, Argument(metavar="OUT_DIR", help="Model folder to write.")],
     step: Annotated[int | None, Option(min=0, help="Step to export; default: the newest.")] = None,
     role: Annotated[
-        str, Option(help="Whose weights: actor, critic or reward_model; default: what the run is for.")
+        str, Option(help="Role to export: actor, critic or reward_model; default: the one that was trained.")
     ] = "",
     dtype: Annotated[
         str | None,
@@ -389,7 +391,10 @@ def export_checkpoint(
         ),
     ] = None,
     adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", help="Only the LoRA adapters, as a folder for peft; else they are merged.")
+        bool,
+        typer.Option(
+            "--adapter-only", help="Export only the LoRA adapters, as a folder for peft; else they are merged."
+        ),
     ] = False,
     push_to_hub: Annotated[
         str,
@@ -399,9 +404,7 @@ def export_checkpoint(
             help="Push the folder to this repository on the Hugging Face hub, OWNER/NAME; made private if it is new.",
         ),
     ] = "",
-    public: Annotated[
-        bool, typer.Option("--public", help="With --push-to-hub: a repository that all can read.")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="With --push-to-hub: make the repository public.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

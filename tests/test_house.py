@@ -68,7 +68,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_300, 15_000, ("backends",)),
-    "four packages": (59_446, 50_000, WINGS),
+    "four packages": (59_449, 50_000, WINGS),
     "scripts": (3_118, 3_000, ("scripts",)),
     "tests with their cases": (44_276, 38_000, ("tests",)),
     "docs": (3_880, 3_500, ("docs",)),
