@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -17,6 +18,7 @@ from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL
 if TYPE_CHECKING:
     from specs.errors import RlctlError
 
+F = TypeVar("F", bound=Callable[..., Any])
 Option, Argument = (partial(kind, show_default=False) for kind in (typer.Option, typer.Argument))
 
 app = typer.Typer(
@@ -27,6 +29,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def command(name: str, example: str, **options: Any) -> Callable[[F], F]:
+    """Register a command whose help ends with an example."""
+    return app.command(name, epilog=f"Example: rlctl {example}", **options)
 
 
 def _complete_key(begun: str) -> list[str]:
@@ -42,6 +49,8 @@ def _complete_preset(begun: str) -> list[str]:
     return [name for name in presets() if name.startswith(begun)]
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress: the result alone, and errors.")]
 SpecFile = Annotated[Path, Argument(metavar="SPEC", help="The run spec, a TOML file.")]
 Overrides = Annotated[
     list[str] | None,
@@ -60,28 +69,30 @@ class Machine(StrEnum):
 
 TargetMachine = Annotated[
     Machine,
-    typer.Option("--target", help="cluster: the run is for other machines; what this one lacks is a note, no error."),
+    typer.Option(
+        "--target", help="cluster: the run is for other machines; what this one lacks is a note, not an error."
+    ),
 ]
 
 
 def _version(asked: bool) -> None:
     if asked:
-        from rlctl import __version__
+        from rlctl.version import version_line
 
-        typer.echo(f"rlctl {__version__}")
+        typer.echo(version_line())
         raise typer.Exit
 
 
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show version, commit and extras.")
     ] = False,
 ) -> None:
     pass
 
 
-@app.command()
+@command("init", "init my.toml --preset gsm8k-cpu")
 def init(
     spec: Annotated[Path | None, Argument(metavar="SPEC", help="File to write; default: PRESET.toml.")] = None,
     preset: Annotated[
@@ -94,8 +105,17 @@ def init(
         Option(help="slurm: write a batch script beside the spec too. Without --preset a SPEC that exists is kept."),
     ] = "",
     target: TargetMachine = Machine.here,
+    source: Annotated[
+        Path | None,
+        Option(
+            "--from",
+            metavar="FILE",
+            help="Translate a TRL script or YAML, a verl YAML or shell script, or a prime-rl TOML. Nothing is run.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list: as one JSON list.")] = False,
 ) -> None:
-    """Write a commented spec to start from."""
+    """Write a commented spec to start from: a preset, or another tool's file in rlctl's keys."""
     from rlctl import presets
     from specs.errors import UsageError
 
@@ -104,14 +124,21 @@ def init(
         raise UsageError(f'--launcher "{launcher}": not a choice', hint=hint)
 
     if list_presets:
-        presets.print_presets()
+        presets.print_presets(as_json=as_json)
         return
-    path = spec or Path(f"{preset or 'quickstart'}.toml")
+    if source is not None and preset:
+        raise UsageError("--from and --preset exclude each other", hint="leave one out")
+    path = spec or Path(f"{preset or (source.stem if source else 'quickstart')}.toml")
+    if source is not None and path.resolve() == source.resolve():
+        raise UsageError(f"{path}: is the file that --from reads", hint="name another SPEC to write")
     known = presets.LAUNCHERS.get(launcher)
     if known is not None and not force:
         presets.refuse_existing(known.file_of(path))  # before the spec is written: both or neither
     elsewhere = target == Machine.cluster
-    if not (known is not None and not preset and path.exists()):
+    if source is not None:
+        presets.write_translated(source, path, force=force, elsewhere=elsewhere)
+        typer.echo(f"wrote {path}")
+    elif not (known is not None and not preset and path.exists()):
         presets.write_preset(preset or "quickstart", path, force=force, elsewhere=elsewhere)
         typer.echo(f"wrote {path}")
     quoted = shlex.quote(str(path))
@@ -139,11 +166,11 @@ class _CheckCommand(TyperCommand):
         return super().parse_args(ctx, ["--probe=meta" if it else arg for arg, it in zip(args, bare, strict=True)])
 
 
-@app.command("check-config", cls=_CheckCommand)
+@command("check-config", "check-config my.toml --set run.steps=10", cls=_CheckCommand)
 def check_config(
     spec: SpecFile,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+    as_json: AsJson = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     target: TargetMachine = Machine.here,
     probe: Annotated[
@@ -156,7 +183,7 @@ def check_config(
         ),
     ] = None,
 ) -> None:
-    """Say what a spec means and what is wrong with it. Needs no GPU, changes nothing."""
+    """Explain a spec and list everything wrong with it. Needs no GPU, changes nothing."""
     from rlctl.check.check_command import check
 
     level: Literal["meta", "run"] | None = probe.value if probe else None
@@ -165,17 +192,17 @@ def check_config(
     )
 
 
-@app.command()
+@command("train", "train my.toml --set actor.optimizer.lr=1e-5")
 def train(
     spec: SpecFile,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, Option(metavar="DIR", help="Run directory; default: run.dir/run.name.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
     accept_changed_files: Annotated[
         bool,
         typer.Option(
             "--accept-changed-files",
-            help="With --resume: go on though data, reward or tokenizer files are not what they were. Recorded.",
+            help="With --resume: continue although data, reward or tokenizer files have changed. Recorded.",
         ),
     ] = False,
     force: Annotated[
@@ -190,9 +217,11 @@ def train(
         ),
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, role by role.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     target: TargetMachine = Machine.here,
 ) -> None:
-    """Train. SPEC may be the directory of a run, with --resume: it goes on with the spec that it was started with."""
+    """Train. With --resume, SPEC may be a run directory, whose own spec is then used."""
     if dry_run:
         from rlctl.check.dry_run import dry_run as show_plan
 
@@ -204,39 +233,46 @@ def train(
         raise UsageError("--target cluster: only with --dry-run", hint="train starts its roles from here")
     from rlctl.run.train import print_result
     from rlctl.run.train import train as run
+    from rlctl.show.screen import progress_screen
 
-    print_result(run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of))
+    screen = progress_screen(as_json=as_json, quiet=quiet)
+    accepted = accept_changed_files
+    done = run(spec, overrides or [], run_dir, resume, accepted, force=force, fork_of=fork_of, screen=screen)
+    print_result(done, as_json=as_json)
 
 
-@app.command("eval", short_help="Evaluate a checkpoint or a model.")
+@command("eval", "eval runs/NAME --set eval.prompts=200", short_help="Evaluate a checkpoint or a model.")
 def evaluate(
     what: Annotated[str, Argument(metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.")],
     spec: Annotated[
-        Path | None, Argument(metavar="SPEC", help="Whose [eval], [data] and [reward]; default: the run's own.")
+        Path | None, Argument(metavar="SPEC", help="Spec with [eval], [data] and [reward]; default: the run's own.")
     ] = None,
     overrides: Overrides = None,
     step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="Folder to write; default: below run.dir.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Evaluate a checkpoint or a model on the sets of [eval], and train nothing."""
     from rlctl.run.evaluate import evaluate as run
 
-    raise typer.Exit(run(what, spec, overrides or [], step=step, out=out, as_json=as_json))
+    raise typer.Exit(run(what, spec, overrides or [], step=step, out=out, as_json=as_json, quiet=quiet))
 
 
-@app.command(short_help="Serve a checkpoint or a model to agents' clients.")
+@command("serve", "serve runs/NAME --port 8000", short_help="Serve a checkpoint or a model to agents' clients.")
 def serve(
     what: Annotated[str, Argument(metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.")],
     step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with --key.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other machines can connect only with --key.")
+    ] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Default: a free one.")] = 0,
     key: Annotated[
         str,
-        Option(envvar="RLCTL_SERVE_KEY", help="The only key let in; default: any, each with its own conversations."),
+        Option(envvar="RLCTL_SERVE_KEY", help="API key to require; default: any key, each with its own conversations."),
     ] = "",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Conversations, as rows for sft.")] = Path("served.jsonl"),
-    context: Annotated[int, Option(min=0, help="Tokens of a conversation; default: up to 8192.")] = 0,
+    context: Annotated[int, Option(min=0, help="Most tokens of a conversation; default: up to 8192.")] = 0,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 1.0,
     engine: Annotated[Literal["torch", "vllm"], typer.Option(help="vllm: where it is installed.")] = "torch",
     gpu: Annotated[bool, typer.Option("--gpu", help="Sample on the first GPU, in bf16.")] = False,
@@ -249,7 +285,9 @@ def serve(
     raise typer.Exit(run(what, step, sampler, ServingAddress(host, port, key), out))
 
 
-@app.command(short_help="Train once for every combination of values.")
+@command(
+    "sweep", "sweep my.toml --set run.seed=0,1,2 --jobs 2", short_help="Train once for every combination of values."
+)
 def sweep(
     spec: SpecFile,
     overrides: Annotated[
@@ -266,14 +304,16 @@ def sweep(
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and start none.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Train once for every combination of values, and rank the runs. The same call again goes on."""
+    """Train once for every combination of values, and rank the runs. The same call again continues the sweep."""
     from rlctl.run.sweep import sweep as run
 
-    raise typer.Exit(run(spec, overrides or [], folder, jobs, dry_run))
+    raise typer.Exit(run(spec, overrides or [], folder, jobs, dry_run, as_json=as_json, quiet=quiet))
 
 
-@app.command("plan", short_help="Say how much memory each role will take.")
+@command("plan", "plan my.toml --gpu-GiB 80", short_help="Estimate the memory of each role.")
 def plan(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -281,10 +321,10 @@ def plan(
         float | None, Option("--gpu-GiB", help="Memory of each GPU. Default: as nvidia-smi says, else 80.")
     ] = None,
     host_gib: Annotated[float | None, Option("--host-GiB", help="Memory of each host. Default: this one's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
+    as_json: AsJson = False,
     target: TargetMachine = Machine.here,
 ) -> None:
-    """Say how much memory each role will take, in which phase, and what fits. Needs no GPU, only config.json."""
+    """Estimate the memory of each role in each phase, and whether it fits. Needs no GPU, only config.json."""
     from rlctl.memory.plan_command import plan_command
     from rlctl.run.run_exports import with_run_exports
 
@@ -292,7 +332,7 @@ def plan(
     raise typer.Exit(planned(gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json, checked=with_run_exports))
 
 
-@app.command("report", short_help="Write the page of a run, or compare runs.")
+@command("report", "report runs/NAME runs/OTHER", short_help="Write the page of a run, or compare runs.")
 def report(
     run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
     out: Annotated[
@@ -302,28 +342,34 @@ def report(
             help="Page to write; default: report.html in the run directory, comparison.html here for several.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write the page of a run, whether it ended, was killed or goes on; of several runs, one that compares them."""
+    """Write the page of a run, even while it runs; of several runs, a page that compares them."""
     from rlctl.run.report_command import report as write
 
-    raise typer.Exit(write(run_dirs, out))
+    raise typer.Exit(write(run_dirs, out, as_json=as_json))
 
 
-@app.command("runs", short_help="List runs with state, step and reward.")
-def list_runs(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of runs.")] = Path("runs")) -> None:
-    """List the runs in a folder with their state, step and reward."""
+@command("runs", "runs runs", short_help="List runs with recipe, state, step and reward.")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of runs.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder with recipe, state, step, reward and when they last wrote."""
     from rlctl.run.runs_command import runs
 
-    raise typer.Exit(runs(folder))
+    raise typer.Exit(runs(folder, as_json=as_json))
 
 
-@app.command("export-checkpoint", short_help="Turn a checkpoint into a model folder.")
+@command(
+    "export-checkpoint", "export-checkpoint runs/NAME exports/NAME", short_help="Turn a checkpoint into a model folder."
+)
 def export_checkpoint(
     run_dir: Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")],
     out_dir: Annotated[Path, Argument(metavar="OUT_DIR", help="Model folder to write.")],
     step: Annotated[int | None, Option(min=0, help="Step to export; default: the newest.")] = None,
     role: Annotated[
-        str, Option(help="Whose weights: actor, critic or reward_model; default: what the run is for.")
+        str, Option(help="Role to export: actor, critic or reward_model; default: the one that was trained.")
     ] = "",
     dtype: Annotated[
         str | None,
@@ -342,7 +388,10 @@ def export_checkpoint(
         ),
     ] = None,
     adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", help="Only the LoRA adapters, as a folder for peft; else they are merged.")
+        bool,
+        typer.Option(
+            "--adapter-only", help="Export only the LoRA adapters, as a folder for peft; else they are merged."
+        ),
     ] = False,
     push_to_hub: Annotated[
         str,
@@ -352,9 +401,9 @@ def export_checkpoint(
             help="Push the folder to this repository on the Hugging Face hub, OWNER/NAME; made private if it is new.",
         ),
     ] = "",
-    public: Annotated[
-        bool, typer.Option("--public", help="With --push-to-hub: a repository that all can read.")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="With --push-to-hub: make the repository public.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
     from specs.errors import UsageError
@@ -363,20 +412,26 @@ def export_checkpoint(
     for option, value, known in (("--role", role or None, learners), ("--dtype", dtype, ("bf16", "fp32"))):
         if value is not None and value not in known:
             raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
+    from rlctl.models.run_export import NOTE
     from rlctl.run.export import Limits, export
+    from rlctl.show.screen import progress_screen
 
     limits = Limits(shard_gb, memory_gib)
-    raise typer.Exit(export(run_dir, out_dir, step, role, dtype, limits, adapter_only, push_to_hub, public))
+    screen = progress_screen(as_json=as_json, quiet=quiet)
+    code = export(run_dir, out_dir, step, role, dtype, limits, adapter_only, push_to_hub, public, screen)
+    if as_json:
+        print((out_dir / NOTE).read_text(encoding="utf-8").strip())
+    raise typer.Exit(code)
 
 
-@app.command("setup-engine", short_help="Add an engine that is not there yet.")
+@command("setup-engine", "setup-engine vllm", short_help="Add an engine that is not there yet.")
 def setup_engine(
     name: Annotated[str, Argument(metavar="NAME", help="What to add: deepspeed, megatron or vllm.")],
 ) -> None:
-    """Add an engine that is not part of the plain installation. Again at no cost; goes on where it was interrupted.
+    """Add an engine that is not part of the plain installation. A second call finishes what was interrupted.
 
-    deepspeed goes beside rlctl; the others get environments of their own, .venv-NAME: in the clone that rlctl runs
-    from, else in the current folder.
+    deepspeed is installed beside rlctl; the others get environments of their own, .venv-NAME: in the clone that rlctl
+    runs from, else in the current folder.
     """
     import os
     import shutil

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import tomli
+
 import specs
 from specs.errors import SpecError, UsageError
 from specs.packages import environments, page
@@ -39,14 +41,33 @@ def summary(file: Path) -> str:
     return " ".join(comment).partition(". ")[0].rstrip(".")
 
 
-def print_presets() -> None:
+def runs_on(text: str) -> str:
+    """Say where the preset with this text runs."""
+    sections = [section for section in tomli.loads(text).values() if isinstance(section, dict)]
+    if any(section.get("nodes", 1) > 1 for section in sections):
+        return "a cluster"
+    return "one node with GPUs" if any("devices" in section for section in sections) else "a laptop"
+
+
+def print_presets(*, as_json: bool = False) -> None:
+    """Print the presets by where they run; "untried" are those that say that they were checked and not run."""
     from rich.table import Table
 
     from rlctl.show.screen import Screen
 
-    table = Table("preset", "what it is", box=None, pad_edge=False)
+    found = []
     for name, file in presets().items():
-        table.add_row(name, summary(file))
+        text = file.read_text(encoding="utf-8")
+        untried = "Checked, not run" in text.partition("\nschema")[0]
+        found.append({"preset": name, "runs_on": runs_on(text), "untried": untried, "what": summary(file)})
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for place in ("a laptop", "one node with GPUs", "a cluster"):
+        table.add_row(f"on {place}", style="bold")
+        for one in (one for one in found if one["runs_on"] == place):
+            table.add_row(f"  {one['preset']}", f"{'(untried) ' * bool(one['untried'])}{one['what']}")
     Screen().print(table)
 
 
@@ -152,6 +173,24 @@ def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = Fals
     for name in dict.fromkeys(re.findall(r'"(\w+\.py):', text)):  # code that it names; what is there already stays
         if (code := PRESET_FOLDER / name).is_file() and not (target.parent / name).exists():
             _write(target.parent / name, code.read_text(encoding="utf-8"), force=False)
+
+
+def write_translated(source: Path, target: Path, *, force: bool, elsewhere: bool = False) -> None:
+    """Write the spec that another tool's file means to `target`, and print what became of each of its keys. Raises
+    UsageError when it is no such file, or a file is in the way."""
+    from rlctl.show.screen import Screen
+    from rlctl.show.text_format import columns, counted
+    from rlctl.translate.foreign_files import read_foreign
+    from rlctl.translate.translation import as_toml, translate
+
+    made = translate(*read_foreign(source), source.name)
+    text = as_toml(made)
+    _write(target, text if elsewhere else _with_interpreters(text, target), force=force)
+    screen = Screen(outlives=True)
+    for head, rows in ((("translated", "here"), made.translated), (("left out", "why"), made.dropped)):
+        if rows:
+            screen.print(columns(head, list(rows.values()), left=2) + "\n", soft_wrap=True)
+    screen.print(f"left to you: {counted(sum(map(len, made.notes.values())), 'comment')} in {target}")
 
 
 def _with_pages_of_this_installation(text: str) -> str:

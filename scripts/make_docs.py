@@ -310,19 +310,17 @@ COMING_FROM = """# Coming from TRL, verl, OpenRLHF or prime-rl
 
 Generated from `specs/load/foreign_keys.toml` by `scripts/make_docs.py`; do not edit.
 
-A spec takes no other tool's keys, but `rlctl check-config` knows those below and says what each is here. A whole
-command line can be asked at once, in its own words:
-
 ```bash
-rlctl init my.toml --preset grpo-8gpu-colocated
-rlctl check-config my.toml --target cluster --set data.train_batch_size=1024 --set actor_rollout_ref.rollout.n=8
+rlctl init my.toml --from train.py          # a TRL script with GRPOConfig(…), SFTConfig(…), …: parsed, never run
+rlctl init my.toml --from dpo.yaml          # what `trl dpo --config` takes; JSON too
+rlctl init my.toml --from run_qwen3_4b.sh   # verl's overrides in a script, or its YAML
+rlctl init my.toml --from rl.toml           # prime-rl
 ```
 
-```text
-error: actor_rollout_ref.rollout.n = 8: unknown key
-
-hint: here it is `algorithm.group_size`
-```
+It prints what each key has become, and what was left out and why, all by the table below; the spec loads, and a comment
+stands above each line that needs a person: what the file computes or does not say, reward functions, environments.
+Defaults of theirs that differ from rlctl's are written out. A key of theirs in a spec, or after `--set`, is answered
+from the same table: "here it is `algorithm.group_size`".
 
 What differs in kind: a **step** is generate, score, learn, once (verl's training step, TRL's generation batch); a batch
 is counted in **prompts** (`data.prompts_per_step`), each completed `algorithm.group_size` times, and divided into

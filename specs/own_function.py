@@ -75,7 +75,7 @@ def own_advantage(
     try:
         advantage_R = np.asarray(found, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        said = f"{path}: it returned {type(found).__name__}, which is no array of numbers ({error})"
+        said = f"{path}: it returned {type(found).__name__}, which is not an array of numbers ({error})"
         raise OwnFunctionError(said, hint=f"return an array as long as score_R: {ADVANTAGE}") from None
     if advantage_R.shape != score_R.shape:
         said = f"{path}: it returned shape {advantage_R.shape} for {len(score_R)} rollouts"

@@ -51,15 +51,15 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_660,
+        6_671,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
     "schema": (5_150, 4_300, ("specs/schema",)),
     "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_220, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_400, 2_000, ("rlctl/show",)),
-    "run": (3_100, 2_200, ("rlctl/run",)),
+    "show": (2_402, 2_000, ("rlctl/show",)),
+    "run": (3_145, 2_200, ("rlctl/run",)),
     "grading": (1_600, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         3_780,

@@ -51,7 +51,7 @@ def score_layer(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     if len(found) == 1 and isinstance(found[0][1], nn.Linear) and found[0][1].out_features == 1:
         return found[0][0], found[0][1]
     raise ModelError(
-        f"{type(model).__name__} has {', '.join(name for name, _ in found) or 'nothing'} behind its backbone; a critic "
+        f"{type(model).__name__} has {', '.join(name for name, _ in found) or 'nothing'} after its backbone; a critic "
         "or reward model needs one linear layer with one output there",
         hint="give the role a model of another family (qwen2, qwen3, llama, gemma3_text, mistral, … have one)",
     )

@@ -199,7 +199,7 @@ class MegatronModel:
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients are summed over the data ranks while the backward pass goes on: all must have one."""
+        """Whether gradients are summed over the data ranks during the backward pass: all must have one."""
         return self.optimizer is not None and bool(self.wrapped[0].ddp_config.overlap_grad_reduce)
 
     def options(self, names: Iterable[str]) -> dict[str, Any]:

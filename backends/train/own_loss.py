@@ -26,7 +26,7 @@ def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor
         said = f"{path}: it returned shape {tuple(loss_N.shape)} for {len(logprob_N)} tokens"
         raise OwnFunctionError(said, hint=hint)
     if torch.is_grad_enabled() and logprob_N.requires_grad and not loss_N.requires_grad:
-        said = f"{path}: what it returned has no gradient: nothing would be learned"
+        said = f"{path}: its result has no gradient: nothing would be learned"
         raise OwnFunctionError(said, hint="compute it from logprob by torch's functions, without detach()")
     return loss_N
 

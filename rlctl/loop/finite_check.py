@@ -60,8 +60,8 @@ def of_update(found: str, batch: Batch, trainer_logprob_T: NDArray[np.floating[A
     return NotFiniteError(
         f"{found} in the update. Worst sample: id {batch['id_B'][worst.index]}, whose log-prob the actor moved by up "
         f"to {worst.largest:.3g} nats (loss token {worst.position}). {_STOPPED}",
-        hint="the actor's weights or activations overflow: lower actor.optimizer.lr or the rewards, or go on from an "
-        "earlier checkpoint",
+        hint="the actor's weights or activations overflow: lower actor.optimizer.lr or the rewards, or continue "
+        "from an earlier checkpoint",
     )
 
 
@@ -73,8 +73,8 @@ def of_value_update(found: str, batch: Batch) -> NotFiniteError:
     return NotFiniteError(
         f"{found} in the critic's update. Worst sample: id {batch['id_B'][sample]}, where the return is up to "
         f"{error_T[token]:.3g} from the value. {_STOPPED}",
-        hint="the critic's weights or activations overflow: lower critic.optimizer.lr or the rewards, or go on from an "
-        "earlier checkpoint",
+        hint="the critic's weights or activations overflow: lower critic.optimizer.lr or the rewards, or continue "
+        "from an earlier checkpoint",
     )
 
 
@@ -86,7 +86,7 @@ def of_rows_update(found: str, batch: Batch, role: str) -> NotFiniteError:
         return NotFiniteError(f"{found} in the update, and so is {what}. {_STOPPED}", hint=hint)
     return NotFiniteError(
         f"{found} in the update. {_STOPPED}",
-        hint=f"the model's weights or activations overflow: lower {role}.optimizer.lr, or go on from an earlier "
+        hint=f"the model's weights or activations overflow: lower {role}.optimizer.lr, or continue from an earlier "
         "checkpoint",
     )
 

@@ -74,7 +74,7 @@ class MemoryWatch:
         )
         if held_GiB - first > self.max_growth_GiB:
             raise MemoryGrowthError(
-                f"memory is not given back: {said}; allowed is run.max_memory_growth_GiB = {self.max_growth_GiB:g}",
+                f"memory is not released: {said}; allowed is run.max_memory_growth_GiB = {self.max_growth_GiB:g}",
                 hint="something outlives each step: an engine's cache, a captured graph, a custom engine's buffers. "
                 "Going on with the same command and --resume starts with fresh processes",
             )

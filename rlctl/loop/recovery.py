@@ -45,7 +45,7 @@ METRICS: tuple[Metric, ...] = (
     *metrics(
         "",
         {
-            "rollout/restarts": "Replicas started anew, in this attempt so far.",
+            "rollout/restarts": "Replicas restarted in this attempt so far.",
             "time/restart_s [s]": "Restoring failed ranks and building late ones, since the last step.",
         },
     ),
@@ -66,7 +66,7 @@ METRICS: tuple[Metric, ...] = (
     *metrics(
         _FAR_GRADERS,
         {
-            "reward/restarts": "Processes of the reward role started anew, in this attempt so far.",
+            "reward/restarts": "Processes of the reward role restarted in this attempt so far.",
             "reward/processes": "Processes of the reward role.",
         },
     ),
@@ -93,13 +93,13 @@ class FailureWarnings:
         if evidence.rank in ranks.late(evidence.role):
             why = f"; {_end_of(log_path)}" if evidence.needs_log else ""
             self.warn(
-                f"{who} {evidence.message}. The run goes on with {group.size} of {group.processes} {each.several} "
+                f"{who} {evidence.message}. The run continues with {group.size} of {group.processes} {each.several} "
                 f"{least} and it joins at the {'sync' if each.samples else 'step'} after it comes{why}"
             )
         elif evidence.rank in ranks.dropped(evidence.role):
             why = f"; {_end_of(log_path)}" if evidence.needs_log else ""
             self.warn(
-                f"{who} failed for good: {evidence.message}. The run goes on with {group.size} of them {least}{why}"
+                f"{who} failed for good: {evidence.message}. The run continues with {group.size} of them {least}{why}"
             )
         else:
             restart = ranks.restarts[evidence.role] + len(ranks.failed(evidence.role))

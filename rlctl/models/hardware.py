@@ -52,7 +52,7 @@ def gpu_memory_GiB() -> tuple[float, str]:
     """Return the memory of the smallest GPU here, and where the number is from."""
     found = _least("memory.total")
     if found is None:
-        return usual_gpu_GiB("there is none here to ask")
+        return usual_gpu_GiB("no GPU here to ask")
     return found / 1024, f"GPUs have {found / 1024:.1f} GiB, as nvidia-smi says here; --gpu-GiB says another size"
 
 

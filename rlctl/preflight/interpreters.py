@@ -88,12 +88,12 @@ def look_at(python: str) -> Interpreter:
     except OSError as error:
         return Interpreter(failure=error.strerror or str(error))
     except subprocess.TimeoutExpired:
-        return Interpreter(failure=f"it said nothing for {_TIMEOUT_S:g} s")
+        return Interpreter(failure=f"no output for {_TIMEOUT_S:g} s")
     answer = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), "")
     if done.returncode != 0 or not answer:
         last = next(reversed((done.stderr or done.stdout).strip().splitlines()), "")
         return Interpreter(
-            failure=f"it ended with code {done.returncode}" + (f": {last}" if last else " and said nothing")
+            failure=f"it ended with code {done.returncode}" + (f": {last}" if last else " without output")
         )
     try:
         return Interpreter(**json.loads(answer.removeprefix(_MARK)))

@@ -55,7 +55,7 @@ def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
 
 def _unusable_file(file: Path) -> tuple[str, str] | None:
     if not file.is_file():
-        return f"{file} is a folder" if file.is_dir() else f"{file} is no file", "name a Python file"
+        return f"{file} is a folder" if file.is_dir() else f"{file} is not a file", "name a Python file"
     for source in reward_sources(file)[1:]:  # modules beside it, which it imports
         name = source.relative_to(file.parent).parts[0].removesuffix(".py")
         if name in OUR_PACKAGES:

@@ -174,7 +174,7 @@ def add_files(path: Path, written: Marks, about: Mapping[str, Any]) -> None:
 
 
 def start_anew(run_dir: Path) -> str:
-    return f"to start anew, train with --run-dir or another run.name, or remove {run_dir} first"
+    return f"to start over, train with --run-dir or another run.name, or remove {run_dir} first"
 
 
 def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ()) -> Checkpoint | None:

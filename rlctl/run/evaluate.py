@@ -29,7 +29,7 @@ from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
 from rlctl.show.metrics_file import MetricsWriter, append_samples
 from rlctl.show.progress import EvalProgress
-from rlctl.show.screen import Screen
+from rlctl.show.screen import Screen, progress_screen
 from rlctl.show.text_format import number, share
 from specs.errors import Interrupted, SpecError, UsageError
 from specs.json_file import read_object
@@ -53,13 +53,14 @@ def evaluate(
     step: int | None = None,
     out: Path | None = None,
     as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Evaluate `what`: the directory of a run, whose own spec stands in where none is named, or a model's folder or
     hub id. Writes `out`: eval.jsonl, metrics.jsonl, logs. Returns 0; every failure is an RlctlError."""
     run_dir = Path(what) if (Path(what) / "resolved.json").is_file() else None
     if run_dir is None and spec_path is None:
         hint = f"name a spec with [eval], [data] and [reward]: rlctl eval {what} SPEC"
-        raise UsageError(f"{what}: not the directory of a run, and a model says nothing of prompts", hint=hint)
+        raise UsageError(f"{what}: not a run directory; to evaluate a model, pass a spec with prompts", hint=hint)
     if run_dir is None and step is not None:
         raise UsageError(f"--step: {what} is a model, not a run", hint="leave it out")
     source = SpecSource(spec_path, spec_path.absolute().parent) if spec_path else spec_source(Path(what), resume=True)
@@ -89,10 +90,10 @@ def evaluate(
     run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))
     plan = plan_for_hosts(spec, source.folder, run.path)
     run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])
-    screen = Screen(stderr=as_json, outlives=True)
+    screen, shown = Screen(outlives=True), progress_screen(as_json=as_json, quiet=quiet)
     total = sum(one.samples for one in spec.evaluations)
     try:
-        with explained_disk_errors(run.path), EvalProgress(Path(what).name, total, screen) as progress, journaled(run):
+        with explained_disk_errors(run.path), EvalProgress(Path(what).name, total, shown) as progress, journaled(run):
             for warning in warnings:
                 progress.warning(str(warning))
             record = _measure(run, plan, checkpoint, progress)

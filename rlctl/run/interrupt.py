@@ -44,7 +44,7 @@ class Interrupt:
 
     def check(self, *, finish_first: bool = False) -> None:
         if self.count > (1 if finish_first else 0):
-            raise Interrupted(f"interrupted ({self.name})", hint="go on with the same command and --resume")
+            raise Interrupted(f"interrupted ({self.name})", hint="continue with the same command and --resume")
 
     def forget(self) -> None:
         """Let waiting work again until the next signal."""

@@ -35,7 +35,7 @@ def spec_source(named: Path, *, resume: bool) -> SpecSource:
     if not resume:
         raise UsageError(
             f"{named}: the directory of a run, not a spec",
-            hint=f"add --resume to go on with it; `rlctl train SPEC --from {named}` begins another with its weights",
+            hint=f"add --resume to continue it; `rlctl train SPEC --from {named}` begins another with its weights",
         )
     starts = [line for line in read_journal(run_dir) if line["event"] == "start"]
     folder, copy = (str(starts[-1].get(key, "")) for key in ("spec_dir", "copy")) if starts else ("", "")

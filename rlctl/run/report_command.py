@@ -15,9 +15,10 @@ from rlctl.run.run_lock import owner_of
 from rlctl.show.report import write_report
 from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
 from rlctl.show.report_page import write_page
-from rlctl.show.screen import Screen
+from rlctl.show.screen import progress_screen
 from rlctl.show.text_format import columns
 from specs.errors import RlctlError, RunDirError
+from specs.terminal import json_text
 
 REPORT_S = 30.0  # between two writings of the report while a run goes on
 
@@ -48,24 +49,29 @@ class RunningReport:
             self._process.wait()
 
 
-def report(run_dirs: Sequence[Path], out: Path | None) -> int:
+def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False) -> int:
     """Write the page and say where it is. Returns 0. Raises RunDirError where one of them is no run."""
     for run_dir in run_dirs:
         if not (run_dir / "resolved.json").is_file():
-            raise RunDirError(f"{run_dir} is no run", hint="name run directories, as `rlctl train` makes them")
-    screen, goes_on = Screen(), ""
+            raise RunDirError(
+                f"{run_dir} is not a run directory", hint="name run directories, as `rlctl train` makes them"
+            )
+    screen, goes_on, tables = progress_screen(as_json=as_json), "", []
     if len(run_dirs) == 1:
         (run_dir,) = run_dirs
         target, running = out or run_dir / "report.html", bool(owner_of(run_dir))
         written = write_report(run_dir, running=running, target=out) is not None
-        goes_on = "; the run goes on" + ("" if out else ", and writes it again") if running else ""
+        goes_on = "; the run is not over" + ("" if out else ", and writes it again") if running else ""
     else:
         target, runs = out or Path("comparison.html"), read_runs(run_dirs)
         for headings, rows in (finals(runs), differences(runs)):
             if rows:
+                tables.append([dict(zip(headings, row, strict=True)) for row in rows])
                 screen.print(Text(columns(headings, rows, left=1) + "\n"), soft_wrap=True)
         written = write_page(target, render_comparison(runs, target))
     if not written:
         raise RlctlError(f"{target} cannot be written", hint="name another file with --out")
     screen.print(f"wrote {target}{goes_on}", soft_wrap=True)
+    if as_json:
+        print(json_text({"page": str(target), "tables": tables}))
     return 0

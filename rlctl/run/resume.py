@@ -65,7 +65,7 @@ def differences(
             key = f"{key}.model"  # the section came or went: what counts is the model that it names
         line = f"{key}: {_show(value_at(before, key))} → {_show(value_at(after, key))}"
         if may_change(key) and engine is not None and not engine.resumes_reshaped and _is_of(key, _SHAPE):
-            refused.append(f"{line} (not known whether the engine {engine.kind} can go on so)")
+            refused.append(f"{line} (not known whether the engine {engine.kind} can resume so)")
         else:
             (allowed if may_change(key) else refused).append(line)
     return refused, allowed

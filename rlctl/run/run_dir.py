@@ -24,7 +24,7 @@ from specs.json_file import read_object, write_object
 from specs.load.overrides import as_run
 from specs.schema.spec import Spec
 
-START_ANEW = "train with --run-dir or another run.name to start anew"
+START_ANEW = "train with --run-dir or another run.name to start over"
 ASIDE = "before_attempt_"
 SLOW_BYTES = 5e9  # to hash takes more than a second
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -125,10 +125,10 @@ class RunDir:
 
     def _already_there(self) -> RunDirError:
         saved = _newest_checkpoint(self.checkpoints)
-        anew = "" if saved else ", with --force to set it aside and start anew (it has saved no checkpoint)"
+        anew = "" if saved else ", with --force to set it aside and start over (it has saved no checkpoint)"
         return RunDirError(
             f"{self.path} already holds a run" + (f", saved at step {saved}" if saved else ""),
-            hint=f"add --resume to go on with it{anew}, or choose another folder with --run-dir or another run.name",
+            hint=f"add --resume to continue it{anew}, or choose another folder with --run-dir or another run.name",
         )
 
     def _lost(self, file: Path, what: str, problem: object, hint: str = "put it back from a copy") -> RunDirError:
@@ -183,8 +183,8 @@ class RunDir:
         if self.accepted and not accept:
             raise RunDirError(
                 "files that this run reads are not what they were:" + _listed(self.accepted),
-                hint="put them back, start a new run with --run-dir, or add --accept-changed-files to go on with them "
-                "as they are, which the run directory records",
+                hint="put them back, start a new run with --run-dir, or add --accept-changed-files to continue with "
+                "them as they are, which the run directory records",
             )
 
     def add_downloaded(self) -> None:
@@ -289,7 +289,7 @@ def _found_there(run: RunDir, spec: Spec) -> tuple[str, str]:
         return f"{message} and holds no run", START_ANEW
     saved = _newest_checkpoint(run.checkpoints)
     has = f"its newest checkpoint is of step {saved} of {spec.run.steps}" if saved else "it has no checkpoint yet"
-    return f"{message}: {has}", f"train with --resume to go on, {START_ANEW[6:]}"
+    return f"{message}: {has}", f"train with --resume to continue, {START_ANEW[6:]}"
 
 
 def _newest_checkpoint(folder: Path) -> int:

@@ -1,8 +1,10 @@
-"""`rlctl runs`: list the runs in a folder with their state, step and reward."""
+"""`rlctl runs`: list the runs in a folder with recipe, state, step, reward and when they last wrote."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -14,21 +16,44 @@ from rlctl.show.text_format import columns, number
 from specs.errors import UsageError
 from specs.json_file import read_object
 from specs.load.dotted_keys import value_at
+from specs.terminal import json_text
 
 DEPTHS = ("", "*/", "*/*/")  # a run itself, the runs in a folder, those of the sweeps in it
 
 
-def runs(folder: Path) -> int:
+def runs(folder: Path, *, as_json: bool = False) -> int:
     """Print a line for each run, by name. Returns 0. Raises UsageError where there is none."""
     found = sorted({file.parent for depth in DEPTHS for file in folder.glob(f"{depth}resolved.json")})
     if not found:
         raise UsageError(f"{folder} holds no runs", hint="name the folder that run.dir names: rlctl runs DIR")
     rows = []
     for run in found:
-        reached = outcome(run)
-        rows.append((_name(run, folder), _state(run), f"{reached.step}/{_planned(run)}", number(reached.score)))
-    Screen(outlives=True).print(Text(columns(("run", "state", "step", "reward"), rows, left=2)), soft_wrap=True)
+        reached, about = outcome(run), _about(run)
+        steps, recipe = (value_at(about, f"run.{key}") for key in ("steps", "recipe"))
+        row = {"run": _name(run, folder), "recipe": recipe or "rl", "state": _state(run), "step": reached.step}
+        rows.append({**row, "steps": steps, "reward": reached.score, "when": _last_written(run)})
+    if as_json:
+        print(json_text(rows))
+        return 0
+    cells = [
+        (
+            row["run"],
+            row["recipe"],
+            row["state"],
+            f"{row['step']}/{row['steps'] or '–'}",
+            number(row["reward"]),
+            row["when"],
+        )
+        for row in rows
+    ]
+    table = columns(("run", "recipe", "state", "step", "reward", "when"), cells, left=3)
+    Screen(outlives=True).print(Text(table), soft_wrap=True)
     return 0
+
+
+def _last_written(run: Path) -> str:
+    written = [file.stat().st_mtime for name in ("metrics.jsonl", "resolved.json") if (file := run / name).is_file()]
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written)))
 
 
 def _name(run: Path, folder: Path) -> str:
@@ -42,8 +67,8 @@ def _state(run: Path) -> str:
     return str(last.get("outcome", "killed")) if last else "–"
 
 
-def _planned(run: Path) -> object:
+def _about(run: Path) -> dict[str, Any]:
     try:
-        return value_at(read_object(newest(run, "resolved")), "run.steps", "–")
+        return read_object(newest(run, "resolved"))
     except ValueError:
-        return "–"
+        return {}

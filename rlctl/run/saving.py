@@ -114,7 +114,7 @@ class Saver:
         too_old = driver.restore(checkpoint.path / "driver", checkpoint.state)
         checkpoint.pin.release()
         steps = self.spec.run.steps
-        left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}, --set run.steps=N goes on"
+        left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}; --set run.steps=N continues"
         self.progress.message(f"resumed from {checkpoint.path}{left}")
         if too_old:
             span = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"

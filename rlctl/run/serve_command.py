@@ -94,7 +94,7 @@ def _model_of(what: str, step: int | None) -> str:
     run, at = run_and_step(what)
     if not (run / "resolved.json").is_file():
         if step is not None:
-            raise UsageError(f"--step: {what} is no run", hint="leave it out")
+            raise UsageError(f"--step: {what} is not a run directory", hint="leave it out")
         return what
     checkpoint = find(run, at if step is None else step)
     exported = RunExport(run, ACTOR, checkpoint.step)

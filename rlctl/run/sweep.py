@@ -1,7 +1,7 @@
 """`rlctl sweep`: a run for every combination of values, each in a directory of its own.
 
 Every run is `rlctl train` in a process of its own, so that one that fails takes no other with it. The same call again
-goes on: runs that are done stay, others are resumed.
+continues: runs that are done stay, others are resumed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from rlctl.run.run_exports import with_run_exports
 from rlctl.run.run_lock import RunLock
 from rlctl.show.report_compare import read_runs, render_comparison
 from rlctl.show.report_page import write_page
+from rlctl.show.screen import Screen, progress_screen
 from rlctl.show.sweep_table import DONE, State, SweepTable, Trial, outcome
 from specs.errors import Problem, SpecError, UsageError
 from specs.json_file import read_object, write_object
 from specs.load.load import load_spec
 from specs.load.overrides import parse_value
+from specs.terminal import json_text
 
 POLL_S = 0.2
 ENDED: dict[int, State] = {0: "done", 130: "interrupted"}
@@ -46,7 +48,16 @@ sys.exit(main(["train", *sys.argv[1:]]))"""
 Swept = dict[str, tuple[str, ...]]  # key → the values that it takes, as they are written after `--set`
 
 
-def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: int, dry_run: bool) -> int:
+def sweep(
+    spec_path: Path,
+    overrides: Sequence[str],
+    folder: Path | None,
+    jobs: int,
+    dry_run: bool,
+    *,
+    as_json: bool = False,
+    quiet: bool = False,
+) -> int:
     """Run every combination. Returns 0 when all are done, 1 when one failed, 130 when interrupted. Raises SpecError or
     UsageError before anything is started."""
     fixed, swept = expand(overrides)
@@ -56,9 +67,11 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
     trials, folder = plan(spec_path, fixed, swept, folder)
     if (folder / "resolved.json").exists():
         raise UsageError(f"--dir {folder}: holds a run of its own", hint="name a folder for the runs of the sweep")
-    table = SweepTable(list(swept), trials, folder)
+    table = SweepTable(list(swept), trials, folder, progress_screen(as_json=as_json, quiet=quiet))
     if dry_run:
         table.print_plan()
+        if as_json:
+            print(json_text(table.as_object()))
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder, "wait for it, stop it, or name another folder with --dir")
@@ -68,7 +81,9 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
         write_object(folder / "sweep.json", table.as_object())
         if begun := [trial.run_dir for trial in table.trials.values() if outcome(trial.run_dir).step]:
             write_page(folder / "report.html", render_comparison(read_runs(begun), folder / "report.html"))
-        table.print_results()
+        table.print_results(Screen(outlives=True) if quiet and not as_json else None)
+        if as_json:
+            print(json_text(table.as_object()))
     finally:
         lock.release()
     return 130 if interrupted else 1 if any(trial.state not in DONE for trial in table.trials.values()) else 0
@@ -231,7 +246,7 @@ class Runs:
 
     def _end(self) -> None:
         """Have each run save its last finished step, as after a Ctrl-C; a second one drops that."""
-        self.table.say("interrupted: every run saves its last finished step; the same call goes on from there")
+        self.table.say("interrupted: every run saves its last finished step; the same call continues from there")
         while self._running:
             for process in self._running.values():
                 process.send_signal(signal.SIGINT)

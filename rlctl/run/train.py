@@ -65,6 +65,7 @@ def train(
     *,
     force: bool = False,
     fork_of: str = "",
+    screen: Screen | None = None,
 ) -> Path:
     """Run the spec to its end. `spec_path`: a spec, or at a resume the directory of a run. `fork_of`: RUN_DIR[@STEP],
     whose weights and optimizer state the run begins with. Returns the run directory; every failure is an RlctlError
@@ -102,7 +103,7 @@ def train(
             problems = [*map(str, cross_field_warnings(spec)), *map(str, warnings)]
             problems += [f"resumed with another {change}" for change in run.changes]
             problems += [f"accepted: {change}" for change in run.accepted]
-            with explained_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
+            with explained_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name, screen) as progress:
                 progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
                 for note in notes:
                     progress.message(f"note: {note}")
@@ -123,7 +124,7 @@ def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_o
         raise UsageError("--accept-changed-files: only with --resume", hint="a new run reads the files as they are")
     for option, given in (("--force", force), ("--from", bool(fork_of))):
         if given and resume:
-            hint = "--resume goes on with a run as it is; leave one of them out"
+            hint = "--resume continues a run as it is; leave one of them out"
             raise UsageError(f"{option}: not with --resume", hint=hint)
 
 
@@ -143,16 +144,17 @@ def journaled(run: RunDir) -> Iterator[None]:
         write_report(run.path)
 
 
-def print_result(run_dir: Path) -> None:
+def print_result(run_dir: Path, *, as_json: bool = False) -> None:
     """Print the last line of a run that reached its end, for programs and so not on a terminal: `result: ` and JSON
-    with `run_dir`, `step` and the last values of what the run is followed by and of every evaluation."""
+    with `run_dir`, `step` and the last values of what the run is followed by and of every evaluation. `as_json`: the
+    JSON alone, in any case."""
     screen = Screen(outlives=True)
-    if getattr(screen.file, "isatty", lambda: False)():
+    if not as_json and getattr(screen.file, "isatty", lambda: False)():
         return
     records = read_metrics(run_dir / "metrics.jsonl")
     named = ("step", headline(records).key)
     shown = {key: value for key, value in last_values(records).items() if key in named or key.startswith("eval/")}
-    screen.print(Text("result: " + json_text({"run_dir": str(run_dir), **shown})), soft_wrap=True)
+    screen.print(Text("result: " * (not as_json) + json_text({"run_dir": str(run_dir), **shown})), soft_wrap=True)
 
 
 def attempt(run: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:
@@ -302,7 +304,7 @@ class Steps:
         saved = self.saver.saved
         if saved <= 0 or not checkpoints.step_path(self.run.checkpoints, saved).is_dir():
             return f"no step was saved yet (checkpoint.every = {self.spec.checkpoint.every})"
-        return f"go on after step {saved}, which is saved, with the same command and --resume"
+        return f"continue after step {saved}, which is saved, with the same command and --resume"
 
     def _save_last_step(self, why: str) -> None:
         """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""

@@ -49,7 +49,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[ComparedRun]:
             resolved = read_object(newest(run_dir, "resolved"))
         except ValueError as error:
             hint = "name run directories, as `rlctl train` makes them"
-            raise RunDirError(f"{run_dir} is no run: its resolved.json {error}", hint=hint) from None
+            raise RunDirError(f"{run_dir} is not a run directory: its resolved.json {error}", hint=hint) from None
         last = last_attempt(read_journal(run_dir))
         outcome = str(last.get("outcome", "unfinished")) if last else "–"
         runs.append(ComparedRun(name, run_dir.absolute(), read_metrics(run_dir / "metrics.jsonl"), resolved, outcome))

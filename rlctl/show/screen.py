@@ -85,6 +85,18 @@ class Screen(Console):
         return super().status(shown, **options)
 
 
+class _Nowhere(io.TextIOBase):
+    """Take what is written and keep nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def progress_screen(*, as_json: bool = False, quiet: bool = False) -> Screen:
+    """Return where progress goes: to stderr beside a result in JSON, and nowhere where it is not wanted."""
+    return Screen(file=_Nowhere()) if quiet else Screen(stderr=as_json, outlives=True)
+
+
 def _visible_text(text: Text) -> Text:
     """Make the text visible, with its styles, before it is laid out: an escape is longer than what it stands for."""
     if visible(text.plain) == text.plain:

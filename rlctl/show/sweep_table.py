@@ -147,8 +147,10 @@ class SweepTable:
         steps = [each.shown.key for each in found if each.step]
         return next(iter([*evaluations, *steps]), eval_keys.HEADLINES[0].key)
 
-    def print_results(self) -> None:
-        """Print every run, best first; over seeds, where they are swept, means and standard deviations."""
+    def print_results(self, console: Screen | None = None) -> None:
+        """Print every run, best first; over seeds, where they are swept, means and standard deviations. `console`:
+        where, if not where the runs were shown."""
+        self.console = console or self.console
         ranked = self._ranked()
         rows = [
             (*(trial.values[key] for key in self.keys), number(found.score), f"{found.step}/{trial.steps}", trial.state)

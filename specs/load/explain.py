@@ -162,7 +162,7 @@ def _as_table(path: Path, raw: dict[str, Any]) -> str:
     if known := [kind for table in tables for kind in kinds_of(table)]:
         return f'write {{ kind = "{given if given in known else known[0]}" }}'
     if isinstance(path[-1], int) or not tables:
-        return "write { key = value } in place of it"
+        return "write { key = value } instead"
     needed = ", ".join(_required(tables[:1]))
     return f"write [{dotted(path)}] on a line of its own and its keys below" + (f": {needed}" if needed else "")
 

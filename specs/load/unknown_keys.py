@@ -20,6 +20,7 @@ from specs.schema.roles import ACTOR, ROLES
 from specs.schema.spec import Spec
 from specs.text import show
 
+_ONLY_TRANSLATED = ("same", "sources", "needed", "implied")
 _NEAR, _VERY_NEAR = 0.75, 0.85  # similarity of a mistyped key to one of its table, and of another table
 
 
@@ -100,12 +101,14 @@ def _of_other_recipes(path: Path, recipe: type[Spec]) -> str:
 # ── other tools' keys, and removed ones ───────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForeignKey:
-    """Name our key for another tool's, "" where there is none, and remark on it, or say what rlctl does instead."""
+    """Name our key for another tool's, "" where there is none, and remark on it, or say what rlctl does instead. `how`
+    translates a value, as `foreign_keys.toml` says."""
 
     ours: str
     remark: str = ""
+    how: Any = None
 
     def of_roles(self, roles: Sequence[Any], recipe: type[Spec]) -> list[str]:
         """Return our key as each of these roles has it; a key of no role once."""
@@ -130,25 +133,37 @@ def foreign_keys(of_rows: bool = False) -> dict[str, ForeignKey]:
     sections = sections["rows"] if of_rows else sections
     found = {keys: ForeignKey("", instead) for keys, instead in sections["none"].items()}
     for name, rows in sections.items():
-        if name not in ("none", "kinds", "rows"):
-            found |= {keys: ForeignKey(*([row] if isinstance(row, str) else row)) for keys, row in rows.items()}
+        if name not in ("none", "kinds", "rows", *_ONLY_TRANSLATED):
+            found |= _rows(rows)
     return found
 
 
+def _rows(table: dict[str, Any]) -> dict[str, ForeignKey]:
+    return {keys: ForeignKey(*([row] if isinstance(row, str) else row)) for keys, row in table.items()}
+
+
 @cache
-def _single_keys(of_rows: bool) -> dict[str, ForeignKey]:
-    return {key: row for keys, row in foreign_keys(of_rows).items() for key in keys.split()}
+def _single_keys(of_rows: bool, same: bool) -> dict[str, ForeignKey]:
+    sections = _read("foreign_keys.toml")
+    called_as_ours = _rows((sections["rows"] if of_rows else sections)["same"]) if same else {}
+    return {key: row for keys, row in (foreign_keys(of_rows) | called_as_ours).items() for key in keys.split()}
 
 
-def foreign_key(path: Sequence[str | int], recipe: type[Spec]) -> ForeignKey | None:
-    """Return what another tool's key at `path` is in a recipe, by the longest end of the path that is known."""
+def foreign_key(path: Sequence[str | int], recipe: type[Spec], *, same: bool = False) -> ForeignKey | None:
+    """Return what another tool's key at `path` is in a recipe, by the longest end of the path that is known. `same`:
+    also one that is called as ours."""
     ends = [".".join(map(str, path[start:])) for start in range(len(path))]
     for of_rows in (True, False) if issubclass(recipe, RowsSpec) else (False,):
-        known = _single_keys(of_rows)
+        known = _single_keys(of_rows, same)
         found = next((known[end] for end in ends if end in known), None)
         if found and (not found.ours or found.of_roles([recipe.lead], recipe)):
             return found
     return None
+
+
+def translation_table(name: str) -> dict[str, Any]:
+    """Return a table for `rlctl init --from`: the `sources`, or what is `needed` or `implied` in a spec."""
+    return dict(_read("foreign_keys.toml")[name])
 
 
 def foreign_kind_hint(kind: Any) -> str:

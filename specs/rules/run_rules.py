@@ -60,7 +60,7 @@ def _in_flight(spec: RlSpec) -> Iterator[Problem]:
     if not rollout.max_staleness:
         yield no_effect(key, "rollout.max_staleness = 0: nothing is sampled while weights change")
     elif not rollout.engine.suspends:
-        message = f"the engine {rollout.engine.kind} does not go on with other weights"
+        message = f"the engine {rollout.engine.kind} does not continue with other weights"
         yield Problem(key, message, 'use rollout.engine.kind = "torch" or "vllm"', "true")
     if rollout.repeatable:
         message = "which weights draw which token follows from the clock"

@@ -131,7 +131,7 @@ class Dpo(RefPairLoss):
 
 
 class Ipo(RefPairLoss):
-    """(h̄ - 1/(2β))², with mean log-ratios of tokens in the place of sums (Azar et al. 2023)."""
+    """(h̄ - 1/(2β))², with mean log-ratios of tokens instead of sums (Azar et al. 2023)."""
 
     kind: Literal["ipo"]
 

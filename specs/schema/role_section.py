@@ -70,7 +70,7 @@ class Restartable(RoleSection):
     """How often processes that crashed or hang are started again before the run fails, in all and per attempt; 0:
     never."""
     min_processes: int | None = Field(None, ge=1)
-    """Processes with which the run begins and still goes on. One that is not there within `run.start_timeout_s`, or
+    """Fewest processes that the run starts or continues with. One that is not there within `run.start_timeout_s`, or
     whose host cannot be reached, is taken in when it comes. One that cannot be built, or started again (restarts
     used up, or its host silent), is left out until the next attempt. Unset: all are needed."""
 
@@ -122,7 +122,7 @@ class LearningRole(ModelRole):
     first so many."""
     activation_offload: bool = False
     """Let activations wait in host memory for the backward pass; with `gradient_checkpointing` what enters each
-    layer, which is little and hides behind the computation."""
+    layer, which is little and overlaps with the computation."""
     optimizer: Optimizer = Optimizer()
     """Optimizer and schedule."""
     lora: Lora | None = None

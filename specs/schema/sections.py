@@ -44,7 +44,7 @@ class RunSection(Table):
     stall_timeout_s: float = Field(600.0, gt=0)
     """Seconds without any progress (no token, grade, micro-batch, weight or answer of any rank) after which the
     stuck ranks are named and their stacks logged; a rollout is started again, any other role ends the run. What is
-    slow but moves goes on."""
+    slow but moves continues."""
     heartbeat_timeout_s: float = Field(30.0, ge=1.0)
     """Seconds without a sign of life after which a rank counts as hung and the run ends."""
 

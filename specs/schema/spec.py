@@ -48,7 +48,7 @@ class ActorSection(LearningRole):
     """The model that learns."""
 
     engine: TrainEngineTable = DdpTable()
-    """How the actor is held."""
+    """Training engine."""
 
 
 class RefSection(ModelRole):
@@ -58,7 +58,7 @@ class RefSection(ModelRole):
     model: PathText = ""
     """Another model's path; empty: the actor's own starting weights."""
     engine: TrainEngineTable = DdpTable()
-    """How the reference is held."""
+    """Engine of the reference."""
 
 
 class CriticSection(LearningRole):
@@ -69,7 +69,7 @@ class CriticSection(LearningRole):
     """Another model's path: its head of one output is kept (a reward model, an exported critic), and a causal
     language model gets a new one; empty: the actor's own starting weights with a new head."""
     engine: TrainEngineTable = DdpTable()
-    """How the critic is held."""
+    """Training engine of the critic."""
 
 
 class RewardModelSection(ModelRole):
@@ -80,7 +80,7 @@ class RewardModelSection(ModelRole):
     """Its folder or hub id: one output (num_labels 1), with the head in its files, a tokenizer, and a chat template
     where prompts are conversations."""
     engine: TrainEngineTable = DdpTable()
-    """How it is held."""
+    """Its engine."""
     max_sequence_tokens: int = Field(4096, gt=0)
     """Longest conversation, prompt and completion, in its own tokens. A longer one is a failed grade: nothing is
     cut."""
@@ -94,7 +94,7 @@ class RewardLearnerSection(LearningRole):
     """Another model's path; empty: `model.path`. Its head of one output is kept; a causal language model gets a new
     one."""
     engine: TrainEngineTable = DdpTable()
-    """How it is held."""
+    """Its engine."""
 
 
 class RolloutSection(Restartable):
@@ -136,7 +136,7 @@ class RolloutSection(Restartable):
 
     in_flight: bool = False
     """Whether new weights reach completions that are being drawn, after each step, instead of waiting for them: their
-    next tokens are drawn with the new weights, which compute what is there anew, and each token keeps the log-prob and
+    next tokens are drawn with the new weights, which recompute what is there, and each token keeps the log-prob and
     the version of the weights that drew it. Needs `max_staleness`; which token is drawn with which weights follows from
     the clock, so such a run does not repeat."""
 

@@ -1,13 +1,16 @@
-"""What the pages name is there: links and their anchors, files of the tree, and whole specs that load."""
+"""What the pages name is there: links and their anchors, files of the tree, specs that load, commands that parse."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from typer.main import get_command
 
+from rlctl.cli import app
 from specs.load.load import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,3 +69,45 @@ def test_whole_specs_load(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.toml"
         path.write_text(text)
         load_spec(path)
+
+
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands(text: str) -> list[str]:
+    """Return the calls of rlctl in a page's fences, a line each."""
+    shells = [code for language, code in FENCE.findall(text) if language in ("bash", "console", "sbatch", "")]
+    lines = [line.strip() for code in shells for line in code.replace("\\\n", " ").splitlines()]
+    return [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?rlctl ", line)]
+
+
+def parsed(line: str) -> None:
+    """Parse a call as the command line does, without running it. Raises click's error where it cannot be called."""
+    group = get_command(app)
+    for call in re.split(r" (?:&&|\|) ", line):
+        if call.startswith("rlctl "):
+            context = group.make_context("rlctl", [], resilient_parsing=True)
+            context.resilient_parsing = False
+            name, command, rest = group.resolve_command(context, shlex.split(call, comments=True)[1:])
+            command.make_context(name, rest, parent=context)
+
+
+@EVERY_PAGE
+def test_commands_of_a_page_parse(page: Path) -> None:
+    for line in commands(page.read_text(encoding="utf-8")):
+        parsed(line)
+
+
+def test_the_example_of_every_help_parses() -> None:
+    assert len(app.registered_commands) > 10
+    for command in app.registered_commands:
+        name, _, example = str(command.epilog).partition(": ")
+        assert name == "Example"
+        assert example.split()[:2] == ["rlctl", command.name]
+        parsed(example)
+
+
+@pytest.mark.parametrize("line", ["rlctl trian a.toml", "rlctl train a.toml --sett b=c", "rlctl export-checkpoint run"])
+def test_a_wrong_command_is_found(line: str) -> None:
+    with pytest.raises(Exception, match=r"No such|Missing"):
+        parsed(line)

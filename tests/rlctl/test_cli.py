@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -76,6 +78,15 @@ def test_init_names_presets(tmp_path: Path) -> None:
     assert listed.returncode == 0
     for name in ("quickstart", "gsm8k-cpu", "grpo-1gpu"):
         assert name in listed.stdout
+    laptop, node, cluster = re.split("on one node with GPUs|on a cluster", listed.stdout)
+    assert "quickstart" in laptop
+    assert "(untried)" not in laptop
+    assert "sft-8gpu" in node
+    assert "megatron-70b-64gpu" in cluster
+    as_json = json.loads(rlctl("init", "--list", "--json", cwd=tmp_path).stdout)
+    assert {"preset": "grpo-1gpu", "runs_on": "one node with GPUs", "untried": False}.items() <= {
+        key: value for one in as_json if one["preset"] == "grpo-1gpu" for key, value in one.items()
+    }.items()
     unknown = rlctl("init", "--preset", "quickstrat", cwd=tmp_path)
     assert unknown.returncode == 2
     assert "did you mean quickstart?" in unknown.stderr
@@ -136,7 +147,7 @@ def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path) -> None:
-    code = "import rlctl.presets as i, rlctl.cli as c, sys; i.print_presets = lambda: 1 / 0; sys.exit(c.main())"
+    code = "import rlctl.presets as i, rlctl.cli as c, sys; i.print_presets = lambda **_: 1 / 0; sys.exit(c.main())"
     command = [sys.executable, "-c", code, "init", "--list"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
@@ -169,7 +180,7 @@ def test_version_and_module(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "rlctl", arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == code, done.stderr
-        assert code or done.stdout.strip() == f"rlctl {__version__}"
+        assert code or re.fullmatch(rf"rlctl {__version__} \((commit [\w-]+, )?extras: [\w, -]+\)", done.stdout.strip())
 
 
 @pytest.mark.parametrize("name", ["workers.py", "specs/__init__.py"])

@@ -265,7 +265,7 @@ class ExampleReader:
             numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
             messages = messages[: numbers[-1]] if numbers else messages
             if not messages:
-                raise BadRow("the conversation begins with its only answer: nothing is there to go on from")
+                raise BadRow("the conversation begins with its only answer: nothing comes before it")
         else:
             prompt, answered = values.get(source.prompt_column), [one for one in answers if one is not None]
             if prompt is None:

@@ -24,7 +24,7 @@ class Lost(Exception):
 def wrong_arguments(name: str, parameters: Mapping[str, Any], arguments: Any) -> str:
     """Return what the model should know about arguments that do not fit; empty if they do."""
     if not isinstance(arguments, dict):
-        return f"{name}: the arguments are no JSON object"
+        return f"{name}: the arguments are not a JSON object"
     known = parameters.get("properties", {})
     missing = [each for each in parameters.get("required", ()) if each not in arguments]
     unknown = [each for each in arguments if each not in known and not parameters.get("additionalProperties")]

@@ -40,7 +40,7 @@ def read_reply(content: bytes) -> Reply:
         tokens = [_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         said = content[:_SHOWN].decode("utf-8", "replace")
-        raise JudgeError("judge_errors", f"the reply is no chat completion: {said}", again=True) from None
+        raise JudgeError("judge_errors", f"the reply is not a chat completion: {said}", again=True) from None
     return Reply(text if isinstance(text, str) else "", *tokens)
 
 

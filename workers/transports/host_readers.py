@@ -147,7 +147,7 @@ def _connect(name: str, leader: str) -> socket.socket:
             continue
         if _uid_of(peer) != os.getuid():
             peer.close()
-            raise SyncError(f"another user's process listens in place of {leader}")
+            raise SyncError(f"another user's process listens as {leader}")
         return peer
 
 

@@ -48,7 +48,7 @@ class SharedSegment:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             os.close(descriptor)
-            told = f"{nbytes / 2**20:g} MiB of shared memory cannot be had{where}: {error.strerror}"
+            told = f"{nbytes / 2**20:g} MiB of shared memory are unavailable{where}: {error.strerror}"
             raise SyncError(told, hint=f'{hint}, or set sync.transport = "folder"') from None
         return cls(descriptor, nbytes)
 

@@ -222,7 +222,7 @@ class Algorithm(Table):
     dynamic_sampling: bool = False
     """Throw away groups whose scores are all equal, and draw prompts in their place (DAPO, Yu et al. 2025)."""
     max_refills: int = Field(4, ge=0)
-    """How often a step draws prompts in the place of groups that were thrown away; 0: never."""
+    """How often a step draws prompts to replace groups that were thrown away; 0: never."""
     mask_truncated: bool = False
     """Leave completions that were cut off at `data.max_response_tokens` out of the loss; their scores still count
     in their groups (overlong filtering, DAPO, Yu et al. 2025, §3.4)."""
@@ -232,10 +232,10 @@ class Algorithm(Table):
     correction: Correction | None = None
     """Off-policy correction: what the policy loss of a token is multiplied with."""
     advantage_function: FunctionPath | None = None
-    """A function of your own in the place of the kind's advantage, `file.py:name`, relative to the spec file:
+    """A function of your own instead of the kind's advantage, `file.py:name`, relative to the spec file:
     `advantage(score_R, group_R, tokens_R)` returns one number for each rollout."""
     loss_function: FunctionPath | None = None
-    """A function of your own in the place of the kind's token loss, `file.py:name`, relative to the spec file:
+    """A function of your own instead of the kind's token loss, `file.py:name`, relative to the spec file:
     `loss(logprob, anchor_logprob, advantage)` returns one number with gradient for each token."""
 
     @property

@@ -191,7 +191,7 @@ class CispoLoss(ClippedLoss):
 
 
 class SapoLoss(RatioLoss):
-    """A sigmoid of the ratio in the place of the clip: gradients fade instead of ending (Gao et al. 2025)."""
+    """A sigmoid of the ratio instead of the clip: gradients fade instead of ending (Gao et al. 2025)."""
 
     kind: Literal["sapo"] = "sapo"
     tau_positive: float = Field(1.0, gt=0)
@@ -298,7 +298,7 @@ _ALL = (
     preset(
         "dapo",
         "GRPO with the choices of DAPO (Yu et al. 2025): the clip is higher than low, the loss is a mean over tokens, "
-        "no reference, and groups of equal scores are drawn anew. Its overlong shaping is the reward term `overlong`.",
+        "no reference, and groups of equal scores are drawn again. Its overlong shaping is the reward term `overlong`.",
         GroupRelative,
         PpoClip,
         clip_high=0.28,

@@ -102,7 +102,7 @@ class VllmTable(RolloutTable):
             )
             yield Problem(key, message, hint, show(self.kind))
         if facts.experts:
-            message = f"vLLM on the CPU packs the {facts.experts} experts when it starts, and no sync can pack anew"
+            message = f"vLLM on the CPU packs the {facts.experts} experts when it starts, and no sync can pack again"
             yield Problem(key, message, hint, show(self.kind))
 
     def installed_problems(

@@ -71,7 +71,7 @@ def test_a_sampler_that_leaks_is_named_then_stopped(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
     assert said.count(f"warning: {KEY} grows by ") == 1
-    assert f"memory is not given back: {KEY}" in done.stderr
+    assert f"memory is not released: {KEY}" in done.stderr
     lines = [line for line in metrics(run) if line["step"] > 0]
     assert WARM_UP + WINDOW < len(lines) < 40
     growth = [after[KEY] - before[KEY] for before, after in pairwise(lines[5:])]

@@ -120,8 +120,8 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
     )
     assert trajectory(run) == trajectory(plain)
     said = " ".join(done.stdout.split())
-    assert "rollout rank 1 failed for good: its process was ended by SIGKILL. The run goes on with 1 of them" in said
-    assert "rollout rank 2 did not join within 12 s. The run goes on with 2 of 3 replicas" in said
+    assert "rollout rank 1 failed for good: its process was ended by SIGKILL. The run continues with 1 of them" in said
+    assert "rollout rank 2 did not join within 12 s. The run continues with 2 of 3 replicas" in said
     assert "rollout rank 2 came late and takes part now: 2 of 3 replicas" in said
     counted = [[line[f"rollout/{name}"] for name in ("replicas", "late", "dropped")] for line in metrics(run)]
     assert counted[-1] == [2, 0, 1]

@@ -85,7 +85,7 @@ def test_one_missing_package_of_an_engine(tmp_path: Path, missing: str) -> None:
     ("text", "said"),
     [
         ("echo 'libpython3.so: cannot open' >&2; exit 127", "does not start: it ended with code 127: libpython3.so"),
-        ("exit 0", "does not start: it ended with code 0 and said nothing"),
+        ("exit 0", "does not start: it ended with code 0 without output"),
         ("""echo 'rlctl-interpreter: {"python": "3.9.2", "versions": {}}'""", "is Python 3.9.2"),
     ],
 )

@@ -148,6 +148,6 @@ def test_an_engine_that_does_not_say_so_may_not_change_its_shape(tmp_path):
     before = load_spec(spec_path).resolved()
     after = load_spec(spec_path, ["actor.engine.logits_chunk_tokens=7", "run.steps=9"]).resolved()
     assert differences(before, after, Silent())[0] == [
-        "actor.engine.logits_chunk_tokens: unset → 7 (not known whether the engine silent can go on so)"
+        "actor.engine.logits_chunk_tokens: unset → 7 (not known whether the engine silent can resume so)"
     ]
     assert differences(before, after, DdpTable())[0] == []

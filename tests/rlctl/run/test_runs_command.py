@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,18 @@ def test_each_run_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert runs(tmp_path) == 0
     finally:
         lock.release()
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["run", "state", "step", "reward"],
-        ["a", "done", "9/9", "0.900"],
-        ["grid/lr_1", "failed", "3/9", "0.300"],
-        ["killed", "killed", "0/9", "–"],
-        ["now", "running", "2/20", "0.200"],
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in lines] == [
+        ["run", "recipe", "state", "step", "reward"],
+        ["a", "rl", "done", "9/9", "0.900"],
+        ["grid/lr_1", "rl", "failed", "3/9", "0.300"],
+        ["killed", "rl", "killed", "0/9", "–"],
+        ["now", "rl", "running", "2/20", "0.200"],
     ]
+    assert all(re.search(r"  \d{4}-\d\d-\d\d \d\d:\d\d$", line) for line in lines[1:])
+    assert runs(tmp_path, as_json=True) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert (first["run"], first["step"], first["steps"], first["reward"]) == ("a", 9, 9, 0.9)
 
 
 def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
     ("what", "step", "sampler", "place", "words"),
     [
         ("nowhere/at-all", None, ServedSampler(), ServingAddress(), "no run, and no model"),
-        ("MODEL", 3, ServedSampler(), ServingAddress(), "is no run"),
+        ("MODEL", 3, ServedSampler(), ServingAddress(), "is not a run directory"),
         ("MODEL", None, ServedSampler(), ServingAddress(host="0.0.0.0"), "without a key"),
         ("MODEL", None, ServedSampler(context=10**6), ServingAddress(), "the model takes"),
     ],

@@ -118,8 +118,17 @@ def test_the_same_call_goes_on_where_it_was(
         there.setattr(sys, "stdout", terminal)
         print_result(folder / "seed_0")
     assert terminal.getvalue() == "", "a person has the panel"
-    assert sweep(spec, ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=2"], folder, 2, dry_run=False) == 0
+    keys = ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=2"]
+    assert sweep(spec, keys, folder, 2, dry_run=False) == 0
     assert "2 runs, 2 of them done before" in capsys.readouterr().out
+    assert sweep(spec, keys, folder, 2, dry_run=False, as_json=True) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == json.loads((folder / "sweep.json").read_text())
+    assert "2 runs, 2 of them done before" in shown.err
+    assert sweep(spec, keys, folder, 2, dry_run=False, quiet=True) == 0
+    shown = capsys.readouterr()
+    assert "2 runs" not in shown.out + shown.err
+    assert "reward/mean" in shown.out
     assert not (folder / "seed_0" / "logs" / "attempt_3").exists()
     other = ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=2", "algorithm.group_size=2"]
     with pytest.raises(UsageError, match=r"holds a run of another spec: algorithm\.group_size"):
@@ -146,7 +155,7 @@ def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -
     finally:
         process.kill()
     assert process.returncode == 130, output
-    assert "the same call goes on from there" in output
+    assert "the same call continues from there" in output
     for run in runs:
         assert not workers_of(run)
         assert list((run / "checkpoints").iterdir())

@@ -347,5 +347,5 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
     (series,) = re.findall(r'aria-label="Reward" data-stacked="0" data-series="(.*?)"', source)
     assert [len(points) for points in json.loads(series)] == [20, 40], "a line of each run"
     assert "actor.optimizer.lr" in source
-    with pytest.raises(RunDirError, match="is no run"):
+    with pytest.raises(RunDirError, match="is not a run directory"):
         read_runs([tmp_path])

@@ -147,9 +147,16 @@ def broken(folder: Path) -> str:
     )
 
 
-# Command → how it is called; `{sound}` and `{broken}` are specs.
+def foreign(folder: Path) -> str:
+    """A file of TRL with hostile values, known and unknown."""
+    words = json.dumps(HOSTILE)
+    (folder / f"{NAME}.yaml").write_text(f"num_generations: 8\nrun_name: {words}\ndataset_name: {words}\nx: {words}\n")
+    return f"{NAME}.yaml"
+
+
+# Command → how it is called; `{sound}` and `{broken}` are specs, `{foreign}` is another tool's file.
 CALLS = {
-    "init": [[NAME], ["--preset", HOSTILE], [f"{NAME}/x.toml"], ["--launcher", HOSTILE]],
+    "init": [[NAME], ["--preset", HOSTILE], [f"{NAME}/x.toml"], ["--launcher", HOSTILE], ["--from", "{foreign}"]],
     "check-config": [["{sound}"], ["{broken}"], ["{sound}", "--json"], ["{broken}", "--json"], ["gone", "--set", NAME]],
     "train": [["{sound}", "--dry-run"], ["{broken}"], ["{sound}", "--set", f"run.name={NAME}"], ["--run-dir", NAME]],
     "plan": [["{sound}"], ["{sound}", "--json"], ["{broken}"], ["{sound}", "--gpu-GiB", HOSTILE]],
@@ -173,7 +180,7 @@ def test_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command:
     for call in CALLS[command]:
         folder = tmp_path / str(CALLS[command].index(call))
         folder.mkdir()
-        specs = {"{sound}": sound, "{broken}": broken}
+        specs = {"{sound}": sound, "{broken}": broken, "{foreign}": foreign}
         arguments = [specs[one](folder) if one in specs else one for one in call]
         said = said_by(command, *arguments, cwd=folder)
         assert said, call

@@ -285,6 +285,6 @@ def test_a_full_dev_shm_is_no_hindrance():
 
 def test_no_room_at_all_is_told():
     told = in_a_full_dev_shm("without memfd", TMPDIR="/dev/shm")
-    assert "4 MiB of shared memory cannot be had in /dev/shm: No space left on device" in told
+    assert "4 MiB of shared memory are unavailable in /dev/shm: No space left on device" in told
     assert "hint: `df /dev/shm` says how full it is" in told
     assert "--shm-size" in told

@@ -74,7 +74,7 @@ def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
         assert wait_until(lambda: (groups.tick(), groups.ranks.dropped("reward"))[1])
         assert scores(last) == [*range(24, 36)]
         assert "reward rank 1 on node-2 failed for good" in said[1]
-        assert "The run goes on with 2 of them (reward.min_processes = 2)" in said[1]
+        assert "The run continues with 2 of them (reward.min_processes = 2)" in said[1]
         assert steady.metrics() == {"reward/restarts": 1, "reward/processes": 2, "reward/dropped": 1}
         assert not steady.restore(3)
         of_all = [graded_by(tmp_path, rank) for rank in range(3)]

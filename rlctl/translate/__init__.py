@@ -1,0 +1,1 @@
+"""Translate files of TRL, verl and prime-rl into specs: `rlctl init --from`."""

@@ -1,0 +1,152 @@
+"""Read the settings of another tool from its file: YAML, JSON, TOML, a shell script with `key=value` overrides, or a
+Python script, which is parsed and never run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from specs.errors import UsageError
+from specs.load.unknown_keys import translation_table
+
+_READS = "it reads a TRL script or YAML, a verl YAML or shell script, and a prime-rl TOML"
+# Calls of a script whose keywords are settings, and what of a trainer's is none.
+_CALLS = re.compile(r"\w*(Config|Arguments|Trainer)")
+_NO_SETTINGS = {"args", "train_dataset", "eval_dataset", "processing_class", "tokenizer", "callbacks", "peft_config"}
+_OVERRIDE = re.compile(r"(?:\w+=)?\(?\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # also `ARRAY=(key=value`
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+
+
+class Code(str):
+    """The text of what a script computes."""
+
+
+def read_foreign(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return which source of `foreign_keys.toml` a file is, and its settings by dotted key. Raises UsageError where it
+    is none, or not what its suffix says."""
+    try:
+        calls, given = _parsed(path.suffix.lower(), path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        raise UsageError(f"--from {path}: cannot be read: {error}", hint=_READS) from None
+    if "schema" in given:
+        raise UsageError(f"--from {path}: it is a spec of rlctl already", hint=f"rlctl check-config {path}")
+    for name, source in translation_table("sources").items():
+        marked = [key for key in given for mark in source.get("marks", "").split() if f"{key}.".startswith(f"{mark}.")]
+        if given and (name in calls or (marked and not calls)):
+            return name, given
+    raise UsageError(f"--from {path}: no settings of TRL, verl or prime-rl in it", hint=_READS)
+
+
+def _parsed(suffix: str, text: str) -> tuple[set[str], dict[str, Any]]:
+    """Return what a script calls, and the settings."""
+    if suffix == ".py":
+        return _of_script(ast.parse(text))
+    if suffix == ".sh":
+        return set(), dict(_overrides(text))
+    values = tomli.loads(text) if suffix == ".toml" else _yaml(text)  # JSON is YAML
+    if not isinstance(values, dict):
+        raise ValueError("it holds no keys")
+    return set(), dict(_leaves(values))
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value; a list is one value."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from ((f"{key}.{inner}", one) for inner, one in _leaves(value))
+        else:
+            yield str(key), value
+
+
+def _yaml(text: str) -> Any:
+    """Return the value of a YAML text; 1e-6 is a number in it, as its writers mean."""
+    import yaml  # comes with huggingface_hub
+
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    number = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+\Z")
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("+-0123456789"))  # type: ignore[attr-defined]
+    try:
+        return yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+# ── Python ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
+    known: dict[str, Any] = {}
+    calls: set[str] = set()
+    given: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            known.setdefault(node.targets[0].id, _value(node.value, known))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func).rpartition(".")[2]
+        named = {key.arg: _value(key.value, known) for key in call.keywords if key.arg}
+        placed = [_value(one, known) for one in call.args]
+        if name == "load_dataset":
+            split = named.get("split", "train")
+            if "test" in split or "val" in split:
+                given["dataset_test_split"] = split
+                continue
+            given |= dict(zip(("dataset_name", "dataset_config"), placed, strict=False), dataset_train_split=split)
+            given |= {"dataset_name": named["data_files"], "dataset_config": None} if "data_files" in named else {}
+        elif _CALLS.fullmatch(name):
+            calls.add(name)
+            model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)
+            given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}
+            given |= {"model_name_or_path": model} if model is not None else {}
+    return calls, given
+
+
+def _value(node: ast.expr, known: dict[str, Any]) -> Any:
+    """Return a literal, a sum or product of them, or what a name was given; else the code."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name() if node.id in known:
+            return known[node.id]
+        case ast.List() | ast.Tuple():
+            return [_value(one, known) for one in node.elts]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.BinOp(op=ast.Mult() | ast.Add()):
+            left, right = _value(node.left, known), _value(node.right, known)
+            if isinstance(left, int | float) and isinstance(right, int | float):
+                return left * right if isinstance(node.op, ast.Mult) else left + right
+    return Code(ast.unparse(node))
+
+
+# ── shell ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _overrides(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the words `key=value` with dots in the key. A variable has the first value that the script gives it."""
+    known: dict[str, str] = {"HOME": "~"}
+
+    def variable(found: re.Match[str]) -> str:
+        default = found[0] if found[2] is None else _VARIABLE.sub(variable, found[2])
+        return known.get(found[1] or found[3], default)
+
+    def computed(found: re.Match[str]) -> str:
+        numbers = {name: int(value) for name, value in known.items() if value.isdigit()}
+        value = _value(ast.parse(found[1].strip(), mode="eval").body, numbers)
+        return found[0] if isinstance(value, Code) else str(value)
+
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(re.sub(r"\$\(\(([^()]*)\)\)", computed, _VARIABLE.sub(variable, line)), comments=True)
+        except (ValueError, SyntaxError):  # such as a quote that another line closes
+            continue
+        for word in words:
+            if found := _OVERRIDE.fullmatch(word.removesuffix(")")):
+                yield found[1], _yaml(found[2])
+            elif assigned := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
+                known.setdefault(assigned[1], assigned[2])

@@ -1,0 +1,281 @@
+"""Translate another tool's settings into a spec, by the one table of foreign keys (`specs/load/foreign_keys.toml`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import tomli
+
+from rlctl.translate.foreign_files import Code
+from specs.errors import Problem
+from specs.load.keys import is_list, known_keys, walk
+from specs.load.load import parse
+from specs.load.toml_file import written
+from specs.load.unknown_keys import ForeignKey, foreign_key, foreign_keys, translation_table
+from specs.schema.recipes import RECIPES
+from specs.schema.spec import Spec
+from specs.terminal import visible
+
+_FIRST = ("run", "model", "data", "reward", "environment", "algorithm", "objective", "actor", "ref", "critic")
+_SHARED = ("processes", "nodes", "launcher", "devices", "dtype", "engine.kind")  # what a role has from the actor
+_ROUNDS = 60  # of taking out what a spec refuses; each takes out a key
+
+Given = Mapping[str, Any]
+
+
+@dataclass
+class Translation:
+    """Collect a spec by dotted key, what a person must look at, and what became of each key of the source."""
+
+    recipe: type[Spec]
+    name: str  # of the source
+    values: dict[str, Any]
+    placed: set[str] = field(default_factory=set)  # our keys that theirs have set
+    notes: dict[str, list[str]] = field(default_factory=dict)  # dotted key → comments above its line
+    translated: dict[str, tuple[str, str]] = field(default_factory=dict)  # their key → as it stands, our lines
+    dropped: dict[str, tuple[str, str]] = field(default_factory=dict)  # their key → as it stands, why
+
+    def note(self, key: str, text: str) -> None:
+        self.notes.setdefault(key, []).append(text)
+
+
+def translate(kind: str, given: Given, name: str) -> Translation:
+    """Return the spec that the settings of a file called `name` mean; `kind` is its row among the sources."""
+    source = translation_table("sources")[kind]
+    recipe = RECIPES[source["recipe"]]
+    made = Translation(recipe, name, {"run.recipe": source["recipe"], **source["set"]})
+    defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, given)}
+    given = {key: value for key, value in {**given, **defaults}.items() if value not in (None, {})}
+    used: set[str] = set()  # their keys in formulas
+    by_hand = []
+    for key, row in _in_order(given, recipe):
+        shown = f"{key} = {_shown(given[key])}" + (" (default)" if key in defaults else "")
+        if row is None or not row.ours:
+            made.dropped[key] = (shown, row.remark.partition(": remove the ")[0] if row else "rlctl has no such key")
+            continue
+        own = row.of_roles([recipe.lead, *key.split(".")], recipe)[-1]
+        found = _converted(row, own, given[key], given, used)
+        if lines := [line for target, value in found or () if (line := _put(made, target, value))]:
+            made.translated[key] = (shown, ", ".join(lines))
+        elif found is None:
+            by_hand.append((key, own, shown, row.remark or "not a value of rlctl"))
+        else:
+            reason = row.remark if isinstance(row.how, dict) and "*" in row.how else ""
+            made.dropped[key] = (shown, reason or "rlctl's own way, without a key")
+    for key, own, shown, remark in by_hand:
+        if own in made.placed:
+            made.dropped[key] = (shown, f"{own} = {_shown(made.values[own])} is given")
+        else:
+            made.note(own, f"{shown}: {remark}")
+    for key in used & made.dropped.keys():
+        made.translated[key] = (made.dropped.pop(key)[0], "counted in with others")
+    for key, note in source.get("notes", {}).items():
+        made.note(key, note)
+    _complete(made)
+    for _ in range(_ROUNDS):
+        lines = [f"{key} = {written(value)}" for key, value in made.values.items()]
+        problems = parse(tomli.loads("\n".join(["schema = 1", *lines]))).problems
+        if not any(_mended(made, problem) for problem in problems):
+            break
+    for problem in problems:
+        made.note("run.name", f"to repair: {problem.text}")
+    made.dropped = {key: row for key, row in made.dropped.items() if key not in defaults}
+    return made
+
+
+def _in_order(given: Given, recipe: type[Spec]) -> list[tuple[str, ForeignKey | None]]:
+    """Return the keys with their rows, in the table's order: of two that set the same key of ours, the later counts."""
+    order = {row: place for place, row in enumerate([*foreign_keys().values(), *foreign_keys(of_rows=True).values()])}
+    rows: list[tuple[str, ForeignKey | None]] = []
+    for key in given:
+        path = key.split(".")
+        around = (foreign_key(path[:end], recipe) for end in range(len(path) - 1, 0, -1))
+        rows.append((key, foreign_key(path, recipe, same=True) or next((row for row in around if row), None)))
+    return sorted(rows, key=lambda one: order.get(one[1], -1) if one[1] else -1)
+
+
+# ── values ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[str]) -> list[tuple[str, Any]] | None:
+    """Return our keys and values for a value, none where rlctl needs no line; None where a person must decide."""
+    values = value if isinstance(value, list) else [value]
+    if isinstance(row.how, list):
+        formulas = (assignment.split("=", 1) for assignment in row.how)
+        computed = [(target, _computed(formula, given, used)) for target, formula in formulas]
+        return [pair for pair in computed if pair[1] is not None] or None
+    if any(isinstance(one, Code) or (isinstance(one, str) and "$" in one) for one in values):
+        return None
+    if not isinstance(row.how, dict):
+        return [(own, value)] if row.how == "keep" or not row.remark else None
+    spelled = (str(one).lower() if isinstance(one, bool) else str(one) for one in values)
+    found = [row.how.get(one, row.how.get("*")) for one in spelled]
+    if ".N." in own:  # a value for each entry
+        return [(own, kept)] if (kept := [one for one in found if one]) else []
+    if len(found) != 1 or found[0] is None:
+        return None
+    pairs = []
+    for result in found[0] if isinstance(found[0], list) else found:
+        if elsewhere := re.fullmatch(r"(\w+\.[\w.]+)=(.*)", str(result)):
+            pairs.append((elsewhere[1], elsewhere[2]))
+        elif result is not False:
+            pairs.append((own, value if result == "keep" else result))
+    return pairs
+
+
+def _computed(formula: str, given: Given, used: set[str]) -> Any:
+    """Return what a formula of the table gives; None where a key that it needs is not given, or is code."""
+    verb, *names = formula.split() if re.match("range|list|text|functions", formula) else ("", *formula.split())
+    values: list[Any] = [name if name in ("*", "/", ":") else _named(name, given, used) for name in names]
+    if any(value is None or (isinstance(value, Code) and verb != "functions") for value in values):
+        return None
+    match verb:
+        case "range":
+            return list(range(values[0], values[0] + values[1]))
+        case "list":
+            return values
+        case "text":
+            return "".join(map(str, values))
+        case "functions":
+            functions = values[0] if isinstance(values[0], list) else values
+            return [{"kind": "function", "path": f"rewards.py:{one}"} for one in functions]
+    result = values[0]
+    for operator, other in zip(values[1::2], values[2::2], strict=True):
+        if not isinstance(result, int | float) or not isinstance(other, int | float) or (operator, other) == ("/", 0):
+            return None
+        result = result * other if operator == "*" else result / other
+    return result
+
+
+def _named(names: str, given: Given, used: set[str]) -> Any:
+    """Return the value of the first of `a|b|1` that is given, or the number or word in quotes at the end."""
+    for name in names.split("|"):
+        if path := _ending(name, given):
+            used.add(path)
+            return given[path]
+        if re.match(r"[\d']", name):
+            return tomli.loads(f"x = {name}")["x"]
+    return None
+
+
+def _ending(name: str, given: Given) -> str:
+    return next((key for key in given if f".{key}".endswith(f".{name}") and given[key] is not None), "")
+
+
+def _put(made: Translation, key: str, value: Any) -> str:
+    """Set a key of ours as its type in the schema takes the value; return its line, "" where it says nothing."""
+    table = next((table for known, table in walk(made.recipe) if known == key), None)
+    annotation = known_keys(table)[key.rpartition(".")[2]] if table else None
+    kinds = {annotation, *get_args(annotation)}
+    if isinstance(value, str) and is_list(annotation):
+        value = [value]
+    elif isinstance(value, list) and len(value) == 1 and not is_list(annotation) and ".N." not in key:
+        value = value[0]
+    if isinstance(value, float) and int in kinds and float not in kinds:
+        if value != round(value):
+            made.note(key, f"rounded from {value:.6g}")
+        value = max(1, round(value))
+    if key == "run.name":
+        value = _name(str(value))
+    off = isinstance(value, int | float) and not isinstance(value, bool) and value < 0  # never, none
+    if table is None or off or (key in made.placed and not value):
+        return ""
+    made.values[key] = value
+    made.placed.add(key)
+    return f"{key} = {_shown(value)}"
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII).strip("-._") or "run"
+
+
+# ── the spec ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _complete(made: Translation) -> None:
+    """Set what follows from other keys."""
+    values = made.values
+    for key in [key for key in values if ".N." in key]:
+        table, _, inner = key.partition(".N.")
+        entries = values.setdefault(table, [dict(one) for one in translation_table("needed").get(table, [])])
+        value = values.pop(key)
+        for place, one in enumerate(value if isinstance(value, list) else [value]):
+            entries += [{}] * (place == len(entries))
+            entries[place] = {**entries[place], inner: one}
+    values.setdefault("run.name", _name(made.name.rpartition(".")[0]))
+    values["tracking"] = [{"kind": "wandb", "project": values["run.name"], **one} for one in values.get("tracking", [])]
+    if [one for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
+        made.note("reward.terms", f"write these functions into rewards.py: importing {made.name} would run it")
+    for key in [key for key, value in values.items() if value in ([], "rl") or (key.endswith(".nodes") and value == 1)]:
+        del values[key]
+    if values.get("actor.processes", 1) > 1:
+        values |= {"actor.launcher": "torchrun", "actor.engine.kind": values.get("actor.engine.kind", "fsdp2")}
+    learners = {"ref": values.get("algorithm.kl_coef"), "critic": values.get("algorithm.kind") == "ppo"}
+    for role in (role for role, needed in learners.items() if needed):
+        values |= {f"{role}.{key}": values[f"actor.{key}"] for key in _SHARED if f"actor.{key}" in values}
+    for choice, brought in translation_table("implied").items():
+        key, _, kind = choice.partition("=")
+        values |= brought if values.get(key) == kind else {}
+    for key in ("run.steps", "model.path"):
+        _fill(made, key)
+
+
+def _fill(made: Translation, key: str) -> bool:
+    """Put in what stands for a key until a person has filled it in; False where it is there."""
+    if key in made.values:
+        return False
+    made.values[key] = translation_table("needed")[key]
+    made.notes.setdefault(key, []).insert(0, f"fill in: {made.name} does not say it")
+    return True
+
+
+def _mended(made: Translation, problem: Problem) -> bool:
+    """Fill in what a spec misses, or take out what it refuses; False where neither can be done."""
+    key, missing = problem.key.strip("[]"), problem.message.endswith("missing")
+    needed = [one for one in translation_table("needed") if one == key or one.startswith(f"{key}.")]
+    if missing and any([_fill(made, one) for one in needed]):
+        return True
+    named = [one for one in made.values if key == one or key.startswith(f"{one}.")]
+    around = key.rpartition(".")[0] if missing else key
+    named = named or [one for one in made.values if around and one.startswith(f"{around}.")]
+    for one in named:
+        value = _shown(made.values.pop(one))
+        of = [theirs for theirs, (_, lines) in made.translated.items() if f"{one} = {value}" in lines.split(", ")]
+        made.dropped |= {theirs: (made.translated.pop(theirs)[0], f"{one}: {problem.message}") for theirs in of}
+        if of and "no effect" not in problem.message and "unknown key" not in problem.message:
+            made.note(one, f"left out: {one.rpartition('.')[2]} = {value}: {problem.message}")
+    return bool(named)
+
+
+def as_toml(made: Translation) -> str:
+    """Return the spec as a file, with a comment above each line that a person must look at."""
+    known = list(dict.fromkeys(key for key, _ in walk(made.recipe)))
+    sections: dict[str, list[str]] = {"": ["schema = 1"]}
+    for key in sorted({*made.values, *made.notes}, key=lambda key: (_place(key), known.index(key))):
+        table, _, last = key.partition(".N")[0].rpartition(".")
+        lines = sections.setdefault(table, [])
+        lines += ["# " + " ".join(visible(note).split()) for note in made.notes.get(key, [])]
+        lines += [f"{last} = {written(made.values[key])}"] if key in made.values else []
+    blocks = [f"# Translated from {visible(made.name)} by `rlctl init --from`. Look at each comment."]
+    for table, lines in sections.items():
+        head = "# " * all(line.startswith("#") for line in lines) + f"[{table}]"
+        blocks.append("\n".join([head, *lines] if table else lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _place(key: str) -> int:
+    section = key.split(".")[0]
+    return _FIRST.index(section) if section in _FIRST else len(_FIRST)
+
+
+def _shown(value: Any) -> str:
+    """Return a value of their file or ours as TOML writes it, in few letters."""
+    try:
+        text = value if isinstance(value, Code) else written(value)
+    except TypeError:
+        text = str(value)
+    text = visible(" ".join(text.split()))
+    return text if len(text) <= 60 else f"{text[:57]}…"

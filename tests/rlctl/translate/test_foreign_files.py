@@ -1,0 +1,76 @@
+"""Settings of other tools are read from scripts that are never run, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.cli import main
+from rlctl.translate.foreign_files import read_foreign
+from specs.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.py", "x = 1", "no settings of TRL, verl or prime-rl"),
+        ("a.py", "GRPOConfig(**options)", "no settings of TRL, verl or prime-rl"),
+        ("a.py", "GRPOConfig(", "cannot be read"),
+        ("a.yaml", "a: [b", "cannot be read"),
+        ("a.yaml", "a: b", "no settings of TRL, verl or prime-rl"),
+        ("a.yaml", "just words", "it holds no keys"),
+        ("a.json", "{", "cannot be read"),
+        ("a.toml", "a = ", "cannot be read"),
+        ("a.toml", "schema = 1", "a spec of rlctl already"),
+        ("a.sh", "echo 'no end\nls", "no settings of TRL, verl or prime-rl"),
+        ("a.toml", "\udcff", "cannot be read"),
+    ],
+)
+def test_what_is_no_file_of_theirs_is_refused(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(UsageError, match=reason) as error:
+        read_foreign(tmp_path / name)
+    assert error.value.exit_code == 2
+    assert error.value.hint
+
+
+def test_numbers_of_yaml_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("num_generations: 8\nlearning_rate: 1e-6\nseed: 1e-6x\n")
+    given = read_foreign(tmp_path / "a.yaml")[1]
+    assert given == {"num_generations": 8, "learning_rate": 1e-6, "seed": "1e-6x"}
+
+
+def test_json_is_read_as_yaml_is(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"num_generations": 4}))
+    assert read_foreign(tmp_path / "a.json")[0] == "GRPOConfig"
+
+
+def test_a_script_gives_its_variables_their_first_value(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(
+        "N=${N:-4}\nM=$N\ncase $X in npu) N=16;; esac\nARGS=(trainer.nnodes=$M)\n"
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$((N * 2 + 1)) data.x=$DIR/a \\\n  a.b=c\n"
+    )
+    assert read_foreign(tmp_path / "a.sh")[1] == {
+        "trainer.nnodes": 4,
+        "actor_rollout_ref.rollout.n": 9,
+        "data.x": "$DIR/a",
+        "a.b": "c",
+    }
+
+
+def test_the_command_writes_the_spec_and_says_what_became_of_each_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft.py").write_text("SFTConfig(max_length=64, packing=True, max_steps=5)\n")
+    assert main(["init", "--from", "sft.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "max_length = 64" in shown
+    assert "rows are always packed without padding" in shown
+    assert "max_tokens = 64" in Path("sft.toml").read_text()
+    assert main(["init", "--from", "sft.py"]) == 2, "nothing is overwritten"
+    assert main(["init", "--from", "sft.py", "sft.py", "--force"]) == 2
+    assert main(["init", "--from", "sft.py", "--preset", "sft-cpu"]) == 2
+    assert Path("sft.py").read_text().startswith("SFTConfig")

@@ -1,0 +1,279 @@
+"""Files of other tools become specs that load: three of TRL, of verl and of prime-rl, as their users write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.translate.foreign_files import read_foreign
+from rlctl.translate.translation import Translation, as_toml, translate
+from specs.load.keys import keys_of
+from specs.load.load import load_spec
+from specs.load.unknown_keys import translation_table
+from specs.schema.recipes import RECIPES
+
+TRL_GRPO = """
+raise RuntimeError("this script is never run")
+MODEL, STEPS = "Qwen/Qwen2.5-0.5B-Instruct", 200
+LR = 5e-6
+
+def correct(completions, answer, **kwargs): ...
+def short(completions, **kwargs): ...
+
+dataset = load_dataset("openai/gsm8k", "main", split="train")
+args = GRPOConfig(
+    output_dir="out/gsm8k", run_name="gsm8k grpo", learning_rate=LR, per_device_train_batch_size=8,
+    gradient_accumulation_steps=4, num_generations=8, max_completion_length=512, max_steps=200, beta=0.04,
+    epsilon=0.2, epsilon_high=0.28, loss_type="dr_grpo", scale_rewards=False, warmup_ratio=0.05,
+    lr_scheduler_type="cosine", bf16=True, logging_steps=1, report_to="wandb", use_vllm=True, vllm_mode="colocate",
+    vllm_gpu_memory_utilization=0.4, reward_weights=[1.0, 0.2], seed=int("7"), min_p=0.1, push_to_hub=False,
+)
+GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=args, reward_funcs=[correct, short], train_dataset=dataset,
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).train()
+"""
+TRL_SFT = """
+def main():
+    rows = load_dataset("trl-lib/Capybara", split="train")
+    training_args = SFTConfig("out", max_length=2048, packing=True, assistant_only_loss=True,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2 * 4, num_train_epochs=1, optim="adamw_torch")
+    SFTTrainer("Qwen/Qwen2.5-0.5B", args=training_args, train_dataset=rows).train()
+"""
+TRL_DPO = """
+model_name_or_path: Qwen/Qwen2-0.5B-Instruct
+dataset_name: trl-lib/ultrafeedback_binarized
+loss_type: [sigmoid]
+beta: 0.2
+learning_rate: 5e-7
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 16
+max_steps: 1000
+use_peft: true
+lora_r: 32
+eval_strategy: steps
+eval_steps: 50
+precompute_ref_log_probs: true
+"""
+VERL_GRPO = """#!/usr/bin/env bash
+set -x
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-4B}   # comments go
+max_prompt=$((1024 * 1))
+max_response=2048
+DATA=(
+    algorithm.adv_estimator=grpo
+    data.train_files=$HOME/data/gsm8k/train.parquet
+    data.train_batch_size=512
+    data.max_prompt_length=${max_prompt}
+    data.max_response_length=${max_response}
+    data.filter_overlong_prompts=True
+    data.truncation='error'
+)
+python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
+    actor_rollout_ref.model.path=${MODEL_PATH} \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((max_prompt + max_response)) \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.n=5 \\
+    trainer.critic_warmup=0 trainer.logger='["console","wandb"]' trainer.project_name='verl_example' \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.total_epochs=15 "$@"
+"""
+VERL_PPO = """
+data: {train_files: data/train.jsonl, prompt_key: question, train_batch_size: 256, max_response_length: 1024}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-1.5B-Instruct}
+  actor: {strategy: fsdp, ppo_mini_batch_size: 64, clip_ratio: 0.3, optim: {lr: 1e-6, lr_warmup_steps: 10}}
+  rollout: {name: vllm, temperature: 0.9, n: 1}
+critic: {cliprange_value: 0.5}
+algorithm: {adv_estimator: gae, lam: 0.95, use_kl_in_reward: true, kl_ctrl: {type: fixed, kl_coef: 0.002}}
+trainer: {n_gpus_per_node: 4, total_training_steps: 300}
+custom_reward_function: {path: reward.py, name: score_answer}
+"""
+VERL_DAPO = """
+python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=dapo.parquet data.train_batch_size=512 \\
+  actor_rollout_ref.rollout.n=16 actor_rollout_ref.model.path=Qwen/Qwen2.5-7B trainer.n_gpus_per_node=8 \\
+  actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 \\
+  +algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 trainer.total_training_steps=400
+"""
+PRIME_RL = """
+max_steps = 100
+seq_len = 2048
+ckpt = { interval = 20, keep_last = 2 }
+deployment = { num_train_gpus = 2, num_infer_gpus = 6 }
+model = { name = "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT" }
+wandb = { project = "reverse-text", name = "first" }
+[orchestrator]
+batch_size = 128
+group_size = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 128
+temperature = 0.8
+[[orchestrator.train.env]]
+name = "reverse-text"
+[trainer]
+optim = { lr = 3e-6 }
+scheduler = { type = "cosine", warmup_steps = 5 }
+[inference]
+"""
+PRIME_NODES = """
+max_steps = 1000
+slurm = {}
+weight_broadcast = { type = "nccl" }
+deployment = { type = "multi_node", num_train_nodes = 2, num_infer_nodes = 2 }
+model = { name = "Qwen/Qwen3-30B-A3B-Thinking-2507" }
+[trainer.model]
+impl = "custom"
+ep = 8
+cp = 2
+ac = { freq = 1 }
+[orchestrator]
+batch_size = 512
+max_off_policy_steps = 16
+[inference.vllm]
+tensor_parallel_size = 8
+"""
+PRIME_SFT = """
+max_steps = 100
+model = { name = "PrimeIntellect/Qwen3-0.6B" }
+data = { name = "willcb/R1-reverse-wikipedia-paragraphs-v1-1000", seq_len = 4096, batch_size = 32 }
+optim = { lr = 2e-5 }
+scheduler = { type = "linear", warmup_steps = 10 }
+"""
+
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo.py": (
+        TRL_GRPO,
+        {
+            "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+            "data.train": "openai/gsm8k:main",
+            "data.prompts_per_step": 4,  # 8 completions of a process × 4 accumulated ÷ 8 of a prompt
+            "algorithm.group_size": 8,
+            "algorithm.loss_aggregation": "token-sum-constant",
+            "algorithm.scale": "none",
+            "algorithm.clip_high": 0.28,
+            "algorithm.kl_coef": 0.04,
+            "actor.optimizer.lr": 5e-6,
+            "actor.optimizer.warmup_steps": 10,
+            "actor.lora.targets": ["all-linear"],
+            "rollout.engine.kind": "vllm",
+            "run.name": "gsm8k-grpo",
+            "run.steps": 200,
+        },
+    ),
+    "sft.py": (
+        TRL_SFT,
+        {
+            "model.path": "Qwen/Qwen2.5-0.5B",
+            "data.rows_per_step": 16,
+            "data.learn_from": "assistant",
+            "actor.optimizer.lr": 2e-5,  # the default of theirs
+        },
+    ),
+    "dpo.yaml": (
+        TRL_DPO,
+        {"objective.kind": "dpo", "objective.beta": 0.2, "data.rows_per_step": 32, "eval.every": 50, "run.steps": 1000},
+    ),
+    "grpo.sh": (
+        VERL_GRPO,
+        {
+            "model.path": "Qwen/Qwen3-4B",
+            "data.train": "~/data/gsm8k/train.parquet",
+            "data.prompts_per_step": 512,
+            "data.max_prompt_tokens": 1024,
+            "data.overlong": "drop",
+            "algorithm.mini_batches_per_step": 2,
+            "algorithm.kl_in": "loss",
+            "actor.micro_batch_tokens": 3072,
+            "actor.devices": list(range(8)),
+            "ref.processes": 8,
+            "rollout.processes": 4,
+            "tracking": [{"kind": "wandb", "project": "verl_example"}],
+        },
+    ),
+    "ppo.yaml": (
+        VERL_PPO,
+        {
+            "algorithm.kind": "ppo",
+            "algorithm.kl_coef": 0.002,
+            "algorithm.clip_low": 0.3,
+            "algorithm.clip_high": 0.3,
+            "data.max_prompt_tokens": 512,
+            "critic.optimizer.lr": 1e-5,
+            "reward.terms": [{"kind": "function", "path": "reward.py:score_answer"}],
+        },
+    ),
+    "dapo.sh": (
+        VERL_DAPO,
+        {"algorithm.dynamic_sampling": True, "algorithm.dual_clip": 3.0, "actor.sequence_parallel": 8},
+    ),
+    "rl.toml": (
+        PRIME_RL,
+        {
+            "data.prompts_per_step": 8,
+            "rollout.devices": [2, 3, 4, 5, 6, 7],
+            "rollout.temperature": 0.8,
+            "rollout.max_staleness": 8,
+            "checkpoint.keep": 2,
+            "run.name": "first",
+        },
+    ),
+    "nodes.toml": (
+        PRIME_NODES,
+        {"actor.processes": 16, "actor.nodes": 2, "rollout.processes": 2, "actor.gradient_checkpointing": True},
+    ),
+    "sft.toml": (PRIME_SFT, {"run.recipe": "sft", "data.max_tokens": 4096, "actor.optimizer.schedule": "linear"}),
+}
+
+
+def translated(folder: Path, name: str, text: str) -> Translation:
+    (folder / name).write_text(text)
+    return translate(*read_foreign(folder / name), name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_users_write_becomes_a_spec(tmp_path: Path, name: str) -> None:
+    text, expected = FILES[name]
+    made = translated(tmp_path, name, text)
+    assert {key: made.values.get(key) for key in expected} == expected
+    spec = tmp_path / "spec.toml"
+    spec.write_text(as_toml(made))
+    # Nothing but what names the hosts is missing.
+    load_spec(spec, ["cluster.hostfile=hosts"] if name == "nodes.toml" else [])
+    left = {key for key, value in read_foreign(tmp_path / name)[1].items() if value not in (None, {})}
+    left -= made.translated.keys() | made.dropped.keys()
+    comments = "\n".join(note for notes in made.notes.values() for note in notes)
+    assert not [key for key in left if f"{key} = " not in comments], "every key is accounted for"
+
+
+def test_a_person_is_asked_where_a_value_is_computed_or_missing(tmp_path: Path) -> None:
+    made = translated(tmp_path, "grpo.py", TRL_GRPO)
+    assert made.notes["run.seed"] == ["seed = int('7'): not a value of rlctl"]
+    assert made.notes["data.max_prompt_tokens"] == ["fill in: grpo.py does not say it"]
+    assert "importing grpo.py would run it" in made.notes["reward.terms"][0]
+    assert made.dropped["min_p"][1].startswith("log-probs must be those of the samples")
+
+
+def test_what_a_spec_refuses_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    made = translated(tmp_path, "dpo.yaml", TRL_DPO.replace("lora_r: 32", "lora_r: 0"))
+    assert "actor.lora.rank" not in made.values
+    assert made.dropped["lora_r"] == ("lora_r = 0", "actor.lora.rank: must be greater than 0")
+    assert made.notes["actor.lora.rank"] == ["left out: rank = 0: must be greater than 0"]
+
+
+def test_comments_of_hostile_values_stay_comments(tmp_path: Path) -> None:
+    made = translated(tmp_path, "dpo.yaml", TRL_DPO + 'optim: "x\\n[run]\\nname = 1\\e]0;"\n')
+    lines = as_toml(made).splitlines()
+    assert len([line for line in lines if line == "[run]"]) == 1
+    assert not [line for line in lines if "\x1b" in line]
+
+
+def test_the_table_sets_keys_that_exist() -> None:
+    known = frozenset().union(*map(keys_of, RECIPES.values()))
+    assert translation_table("needed").keys() <= known
+    for source in translation_table("sources").values():
+        assert {*source["set"], *source.get("notes", {})} <= keys_of(RECIPES[source["recipe"]])
