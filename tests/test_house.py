@@ -57,9 +57,9 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "schema": (5_150, 4_300, ("specs/schema",)),
     "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_220, 3_500, ("rlctl/processes", "workers/*.py")),
+    "processes": (4_600, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_402, 2_000, ("rlctl/show",)),
-    "run": (3_145, 2_200, ("rlctl/run",)),
+    "run": (3_150, 2_200, ("rlctl/run",)),
     "grading": (1_600, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         3_780,
@@ -68,10 +68,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_410, 15_000, ("backends",)),
-    "four packages": (58_860, 50_000, WINGS),
-    "scripts": (3_060, 3_000, ("scripts",)),
-    "tests with their cases": (45_091, 38_000, ("tests",)),
-    "docs": (3_880, 3_500, ("docs",)),
+    "four packages": (59_830, 50_000, WINGS),
+    "scripts": (3_125, 3_000, ("scripts",)),
+    "tests with their cases": (45_560, 38_000, ("tests",)),
+    "docs": (3_930, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

@@ -209,6 +209,8 @@ def _complete(made: Translation) -> None:
     values["tracking"] = [{"kind": "wandb", "project": values["run.name"], **one} for one in values.get("tracking", [])]
     if [one for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
         made.note("reward.terms", f"write these functions into rewards.py: importing {made.name} would run it")
+    if any(int(value) > 1 for key, value in values.items() if key.endswith(".nodes")):
+        values["cluster.kind"] = "ray"
     for key in [key for key, value in values.items() if value in ([], "rl") or (key.endswith(".nodes") and value == 1)]:
         del values[key]
     if values.get("actor.processes", 1) > 1:

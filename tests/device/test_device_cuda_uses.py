@@ -60,6 +60,11 @@ USES: tuple[tuple[str, str, str], ...] = (
         "windows on this rank's GPU: what was written is there before anyone is told",
     ),
     (
+        "backends/torch_rollout/decode_graphs.py",
+        "CUDAGraph graph graph_pool_handle",
+        "decode steps; a real GPU alone has graphs, and test_protocol_on_device.py compares them",
+    ),
+    (
         "backends/memory.py backends/vllm_rollout/worker.py",
         f"{LITERAL} empty_cache max_memory_reserved memory_reserved",
         "how much is held, and to hand it back",

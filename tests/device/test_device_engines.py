@@ -109,7 +109,7 @@ def test_trainers(tmp_path: Path, case: str) -> None:
 
 def sampled(folder: Path, device: str) -> list[Any]:
     """Return what a sampler says on its way: awake, and after each way to sleep, in several ways to sample."""
-    config = rollout_helpers.rollout_config(folder, max_sequences=6)
+    config = rollout_helpers.rollout_config(folder, max_sequences=6, enforce_eager=True)
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     engine = TorchRolloutEngine.build(config, Rank())
     rollout_helpers.give_weights(engine)
@@ -154,7 +154,7 @@ def test_families(tmp_path: Path, family: str) -> None:
     for device in ("cpu", "cuda"):
         found.append(learn(build_engine(train_config(folder, model={"device": device})), 2))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
-    config = rollout_helpers.rollout_config(folder)
+    config = rollout_helpers.rollout_config(folder, enforce_eager=True)
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
     rollout_helpers.give_weights(TorchRolloutEngine.build(config, Rank()), scale=0.05)
 
