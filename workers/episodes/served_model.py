@@ -65,8 +65,7 @@ def build_sampler(config: RolloutConfig) -> RolloutEngine:
         if weight.copy_to(buffer_U) != sampler.import_weight(weight.spec, buffer_U):
             raise SyncError(f"weight {weight.spec.name}: what the sampler read back is not what it was given")
     sampler.finish_import()
-    trainer.close()
-    return sampler
+    return sampler  # the trainer has joined no group that it could leave; the sampler's own library may have
 
 
 class SamplerThread:
