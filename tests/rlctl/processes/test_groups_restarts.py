@@ -182,7 +182,7 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
         assert (ranks.dropped("rollout"), ranks.late("rollout"), rollout.here) == ([1], [2], [0, 3])
         assert "rollout rank 1 failed for good: ImportError: no engine for rank 1" in warnings[0]
         assert "rollout rank 2 on node-3 did not join within" in warnings[1]
-        assert "The run goes on with 2 of 4 replicas (rollout.min_processes = 1)" in warnings[1]
+        assert "The run continues with 2 of 4 replicas (rollout.min_processes = 1)" in warnings[1]
         assert "rank2.log, which ends in: waiting for the gate" in warnings[1]
 
         call = rollout.post(Verb.BUILD, timeout_s=60)
@@ -224,7 +224,7 @@ def test_a_host_that_comes_late_is_checked_and_its_rank_joins(tmp_path: Path) ->
         begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1))
         groups.start()
         assert (ranks.late("rollout"), rollout.here) == ([1, 2], [0])
-        assert "rollout rank 1 on node-2 is not there: no room. The run goes on with 2 of 3" in warnings[0]
+        assert "rollout rank 1 on node-2 is not there: no room. The run continues with 2 of 3" in warnings[0]
         gate.touch()
         assert wait_until(lambda: (groups.tick(), groups.arrived("rollout") == [1])[1])
         with groups.join("rollout") as came:

@@ -61,6 +61,7 @@ def on_simulated_device(test: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _child() -> subprocess.Popen[str]:
     environment = {**os.environ, IS_CHILD: str(built())}
+    environment.pop("DS_ACCELERATOR", None)  # an engine of another test has chosen it for this process
     environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
     command = [sys.executable, "-W", "ignore", "-m", "simulated_device.child"]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment)
