@@ -4,8 +4,8 @@ and how often still.
 A rank fails when its process ended, when it gave no sign of life, when its engine died, or when it makes no progress
 (`stall_watch.py`). Where the restart policy allows it, it is started again; otherwise the run ends. What would only
 repeat (an error that a verb raised, a missed deadline) changes no rank's state: it ends the run as with any role. Where
-the run may go on with fewer (`least`), a rank that never took part is left out for any of these, and one that is only
-late joins when it comes.
+the run may continue with fewer (`least`), a rank that never took part is left out for any of these, and one that is
+only late joins when it comes; so does one whose node is lost, where the cluster may provide another.
 """
 
 from __future__ import annotations

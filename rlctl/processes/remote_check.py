@@ -80,10 +80,10 @@ def problem_here(questions: Questions) -> Problem | None:
         here = sizes_in(folder)
         for name in (name for name, size in files.items() if here.get(name) != size):
             message = f"{os.path.join(folder, name)} is not on host {host}, or of another size"
-            return problem(message, "all hosts must read the same model: copy it anew, or share its folder")
+            return problem(message, "all hosts must read the same model: copy it again, or share its folder")
     for path in (path for path, checksum in questions["files"].items() if checksum_of(path) != checksum):
         message = f"{path} is not on host {host}, or another file than here"
-        return problem(message, "all hosts must run the same functions: copy it anew, or share its folder")
+        return problem(message, "all hosts must run the same functions: copy it again, or share its folder")
     if (count := gpu_count()) is not None and questions["gpus"] > count:
         message = f"host {host} has {count} GPUs, and the spec names number {questions['gpus'] - 1}"
         return problem(message, "name GPUs that every node of the role has, or use other hosts")
