@@ -16,6 +16,7 @@ import specs
 from specs.errors import SpecError, UsageError
 from specs.packages import environments, page
 from specs.schema.roles import ROLES
+from specs.terminal import json_text
 
 if TYPE_CHECKING:
     from specs.schema.spec import Spec
@@ -61,7 +62,7 @@ def print_presets(*, as_json: bool = False) -> None:
         untried = "Checked, not run" in text.partition("\nschema")[0]
         found.append({"preset": name, "runs_on": runs_on(text), "untried": untried, "what": summary(file)})
     if as_json:
-        print(json.dumps(found))
+        print(json_text(found))
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for place in ("a laptop", "one node with GPUs", "a cluster"):

@@ -204,21 +204,22 @@ class Decoder:
         self.counts["decode_steps"] += 1
         packed = self._packed()
         logits = None if self.graphs is None else self.graphs.run(packed, self.staging)
-        self._sample(self._eagerly() if logits is None else logits, 0)
+        self._sample(self._eagerly(packed) if logits is None else logits, 0)
 
     def _packed(self) -> NDArray[np.int64]:
         """Return the token that each active slot puts in, and its position: [2, n]."""
-        rows = self.row_B[: self.active]
-        return np.stack([self.rows.token_N[rows, self.rows.written_N[rows] - 1], self._read_B() - 1])
+        rows, at = self.row_B[: self.active], self.rows
+        written_B = at.written_N[rows]
+        return np.stack([at.token_N[rows, written_B - 1], at.prompt_N[rows] + written_B - 1])
 
-    def _eagerly(self) -> torch.Tensor:
+    def _eagerly(self, packed: NDArray[np.int64]) -> torch.Tensor:
         """Return the logits of a step in which slots of much different lengths are read apart."""
-        read_B = self._read_B()
+        read_B = packed[1] + 1  # positions that each slot reads: all so far, with the token that goes in
         segments, order = self.order.plan(read_B)
         if order is not None:
             self.cache.permute(order, int(read_B.max()))
             self.row_B[: self.active] = self.row_B[order]
-        packed = self._packed()
+            packed = packed.take(order, axis=1)
         tokens, positions = self._on_device(packed).unbind()
         self.cache.begin_step(packed[1], positions, segments)
         with use_rows(self.cache.states):
@@ -229,12 +230,6 @@ class Decoder:
         there = self.staging.put(array)
         self.staging.send()
         return there
-
-    def _read_B(self) -> NDArray[np.int64]:
-        """Positions that each active slot reads in the next step: all so far, with the token that goes in."""
-        rows = self.row_B[: self.active]
-        length_B: NDArray[np.int64] = self.rows.prompt_N[rows] + self.rows.written_N[rows]
-        return length_B
 
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Sample for slots first … active-1, record the tokens, and retire finished sequences."""

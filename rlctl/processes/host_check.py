@@ -49,7 +49,7 @@ def check_hosts(hosts: Sequence[RemoteHost], cluster: Cluster, questions: Questi
         log_path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
         checks = [_Check(host, cluster, questions, log_path) for host in hosts]
         deadline = time.monotonic() + CHECK_TIMEOUT_S
-        while any(check.is_running for check in checks) and time.monotonic() < deadline:
+        while any([check.is_running() for check in checks]) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         if problems := [problem for check in checks if (problem := check.problem())]:
             raise SpecError(problems)
@@ -64,15 +64,15 @@ class _Check:
         self._shell: Shell = cluster.shell(host.number, sorted(host.devices), base_environment(), log_path)
         self._shell.write(remote_script(env, host.check(questions)))
 
-    @property
     def is_running(self) -> bool:
+        """Take in what the shell has written; return whether it runs still."""
         ended = self._shell.poll() is not None
         self._output += self._shell.read()
         return not ended
 
     def problem(self) -> Problem | None:
         """Return what was found; of a host that has not answered, that. End the shell."""
-        why = f"no answer within {CHECK_TIMEOUT_S:g} s" if self.is_running else f"exit code {self._shell.poll()}"
+        why = f"no answer within {CHECK_TIMEOUT_S:g} s" if self.is_running() else f"exit code {self._shell.poll()}"
         if self._shell.poll() is None:
             self._shell.kill()
         self._shell.close()

@@ -31,8 +31,9 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path, say: Callable[[str
     check_slurm(spec, os.environ)
     if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
-    cluster = _cluster(spec, say)
+    cluster = _cluster(spec)
     try:
+        cluster.reserve(say)
         plan = make_plan(spec, spec_dir, address=cluster.address, names=cluster.names)
         hosts = remote_hosts(spec, plan, spec_dir, cluster.names)
         questions = _questions(spec, spec_dir, plan)
@@ -48,12 +49,12 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path, say: Callable[[str
     return replace(plan, roles=tuple(_checked(role, checks) for role in plan.roles), cluster=cluster)
 
 
-def _cluster(spec: Spec, say: Callable[[str], None]) -> Cluster:
+def _cluster(spec: Spec) -> Cluster:
     if spec.cluster is None or spec.cluster.kind != "ray":
         return SlurmJob(os.environ)
     from rlctl.processes.ray_cluster import RayCluster  # here: Ray is an extra
 
-    return RayCluster(spec.cluster.address, host_needs(spec), say)
+    return RayCluster(spec.cluster.address, host_needs(spec))
 
 
 def host_needs(spec: Spec) -> list[HostNeeds]:

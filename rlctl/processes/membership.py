@@ -64,10 +64,8 @@ class Membership:
         if rank not in self.states.dropped(role):
             return
         if evidence.host_lost and self.plan.cluster is not None and self.plan.cluster.replaces:
-            self.members.pop((role, rank), None)
-            self.hub.forget(role, rank)
             self.states.await_host((role, rank))
-            self.launcher.start_rank(self.plan.role(role), rank)
+            self.relaunch(role, rank)
         else:
             self.hub.expect_no_more(role, rank)
 

@@ -85,8 +85,13 @@ class RayShell:
     def _call(self, call: Callable[[], Any]) -> None:
         with self._lock:
             self._calls.append(call)
-            if len(self._calls) == 1 and self._opened:
-                call().future().add_done_callback(self._sent)
+            if len(self._calls) == 1:
+                self._send_next()
+
+    def _send_next(self) -> None:
+        """Make the first call in line, once there is a shell. Call it with the lock."""
+        if self._calls and self._opened:
+            self._calls[0]().future().add_done_callback(self._sent)
 
     def _open(self) -> None:
         self._placed = self._place()
@@ -101,16 +106,14 @@ class RayShell:
         self._node.read.remote(self._key).future().add_done_callback(self._file)
         with self._lock:
             self._opened = True
-            if self._calls:
-                self._calls[0]().future().add_done_callback(self._sent)
+            self._send_next()
 
     def _sent(self, future: Future[None]) -> None:
         if self._failed(future):
             return
         with self._lock:
             self._calls.popleft()
-            if self._calls:
-                self._calls[0]().future().add_done_callback(self._sent)
+            self._send_next()
 
     def _file(self, future: Future[str]) -> None:
         if self._failed(future):
@@ -141,21 +144,21 @@ class RayCluster:
 
     replaces = gives_devices = True
 
-    def __init__(self, address: str, needs: Sequence[HostNeeds], say: Callable[[str], None]) -> None:
+    def __init__(self, address: str, needs: Sequence[HostNeeds]) -> None:
+        self._given, self._needs = address, needs
+        self._ray: Any = None  # the module, once it is connected
+        self.address, self.names = "", list[str]()
+        self.pending: dict[str, str] = {}
+        self._groups: dict[int, tuple[Any, int]] = {}  # host → placement group, and the number of its bundle there
+        self._nodes: dict[int, _Placed] = {}
+
+    def reserve(self, say: Callable[[str], None]) -> None:
         """Wait for the required hosts, and `say` so. Raise SpecError where there is no cluster, where it is another
         version's, or where it can never have them."""
-        self._given, self._needs = address, needs
-        self._ray = _connect(address, say)
-        self.address: str = self._ray.util.get_node_ip_address()
-        try:
-            self._reserve(say)
-        except BaseException:
-            self.close()
-            raise
-
-    def _reserve(self, say: Callable[[str], None]) -> None:
+        self._ray = _connect(self._given, say)
         from ray.util.placement_group import placement_group
 
+        self.address = self._ray.util.get_node_ip_address()
         required = [number for number, needs in enumerate(self._needs) if needs.required]
         self._check_size()
         here = self._ray.get_runtime_context().get_node_id()
@@ -176,10 +179,11 @@ class RayCluster:
                 taken.append(self._node_of(number))
             else:
                 missing.append(number)
-        self._nodes = {number: self._node(number) for number in self._groups}
+        self._nodes = {number: self._node(number) for number in self._groups if number}
         self.names = ["this host", *(self._name(number) for number in range(1, len(self._needs)))]
         self.pending = {self.names[number]: "is not there: Ray has no room for it yet" for number in missing}
         if self._needs[0].gpus and not _holds_gpus():
+            self._nodes[0] = self._node(0)
             os.environ["CUDA_VISIBLE_DEVICES"] = self._ray.get(self._nodes[0].actor.gpus.remote(), timeout=_ANSWER_S)
 
     def _bundle(self, number: int) -> dict[str, float]:
@@ -260,7 +264,8 @@ class RayCluster:
         return RayShell(place, ",".join(map(str, devices)), log_path)
 
     def close(self) -> None:
-        self._ray.shutdown()
+        if self._ray is not None:
+            self._ray.shutdown()
 
 
 def _lost_with_node(error: BaseException) -> bool:

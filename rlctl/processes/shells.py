@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,10 @@ class Cluster(Protocol):
     pending: dict[str, str]  # names of hosts that the run begins without, and why they are not there
     replaces: bool  # whether another host may take the place of one that is lost
     gives_devices: bool  # whether its shells see a role's GPUs alone
+
+    def reserve(self, say: Callable[[str], None]) -> None:
+        """Learn which hosts there are, and wait for those that are needed; `say` what a person waits for. All else
+        comes after it. Raise SpecError where they cannot be had."""
 
     def shell(self, number: int, devices: Sequence[int], env: Mapping[str, str], log_path: Path) -> Shell:
         """Open a shell that sees these GPUs of its host. `env`: of what leads there, on this host. What it writes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,10 +22,15 @@ class SlurmJob:
     replaces = gives_devices = False
 
     def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+        self.address, self.names, self._parts = "", list[str](), list[int]()
+        self.pending: dict[str, str] = {}
+
+    def reserve(self, say: Callable[[str], None]) -> None:
         """Raise SpecError where SLURM does not say which hosts there are."""
+        env = self._env
         lists = [env[name] for number in (0, 1) if (name := f"SLURM_JOB_NODELIST_HET_GROUP_{number}") in env]
         parts = [_hostnames(listed) for listed in lists or [env.get("SLURM_JOB_NODELIST", "")]]
-        self.pending: dict[str, str] = {}
         self._parts = [number for number, names in enumerate(parts) for _ in names] if lists else []
         self.names = [name for names in parts for name in names]
         self.address = _own_address(self.names[1:])

@@ -161,7 +161,7 @@ WAITS_PER_TOKEN = 2  # for the token and for its log-prob
 
 @on_simulated_device
 def test_a_decoded_step_waits_as_often_as_is_known(tmp_path: Path) -> None:
-    """What longer completions cost: prompts, and sequences that end, cost the same."""
+    """Completions of different lengths show the cost of a token: prompts, and sequences that end, cost the same."""
     folder = rollout_helpers.write_model(tmp_path, eos_token_id=99)
     sampler = rollout_helpers.rollout_config(folder, enforce_eager=True)
     sampler = sampler.model_copy(update={"model": sampler.model.model_copy(update={"device": "cuda"})})

@@ -1,4 +1,4 @@
-"""What the pages name is there: links and their anchors, files of the tree, specs that load, commands that parse."""
+"""Everything that the pages name is there: links, anchors, files of the tree, specs that load, commands that parse."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlctl.processes.shells import LocalShell
@@ -22,6 +22,9 @@ class LocalHosts:
 
     def shell(self, number: int, devices: Sequence[int], env: Mapping[str, str], log_path: Path) -> LocalShell:
         return LocalShell(self.commands.get(self.names[number], ("sh",)), env, log_path)
+
+    def reserve(self, say: Callable[[str], None]) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True

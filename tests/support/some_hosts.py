@@ -1,5 +1,5 @@
-"""Several hosts on one machine: network namespaces joined by cables to a switch, each with its own loopback; on each a
-node of one Ray cluster."""
+"""Several hosts on one machine: network namespaces joined by cables to a switch, each with its own loopback; and a Ray
+cluster with a node on each."""
 
 from __future__ import annotations
 
@@ -85,22 +85,30 @@ def _command_line(pid: str) -> str:
 @contextmanager
 def some_hosts() -> Iterator[Hosts]:
     """Three joined hosts. The test is skipped where this process may not make network namespaces."""
-    pytest.importorskip("ray")
     mark = f"rl{os.getpid()}"
     names, switch = [f"{mark}{letter}" for letter in "abc"], f"{mark}s"
     try:
         if not _build(names, switch):
             pytest.skip("this process may not make network namespaces")
-        hosts = Hosts(*names, "10.77.0.1")
-        for name in names:
-            hosts.join(name)
-        yield hosts
+        yield Hosts(*names, "10.77.0.1")
     finally:
-        for name in names:
-            for pid in _pids(name):
-                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
         for name in (*names, switch):
             _run("ip", "netns", "delete", name)
+
+
+@contextmanager
+def ray_hosts() -> Iterator[Hosts]:
+    """The same, each a node of a Ray cluster. Skipped where Ray is not installed, too."""
+    pytest.importorskip("ray")
+    with some_hosts() as hosts:
+        try:
+            for name in hosts.names:
+                hosts.join(name)
+            yield hosts
+        finally:
+            for name in hosts.names:
+                for pid in _pids(name):
+                    subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
 
 
 def _build(names: list[str], switch: str) -> bool:

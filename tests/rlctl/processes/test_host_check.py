@@ -1,4 +1,4 @@
-"""What keeps a host from its part, through a shell on this machine; and which hosts are checked."""
+"""Check a host for its part through a shell on this machine; and which hosts are checked."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import crashing
 import psutil
 import pytest
 from running import REPO, environment, finish, metrics, preset, steps_done, trajectory, wait_for, workers_of
-from some_hosts import Hosts, left_in, some_hosts
+from some_hosts import Hosts, left_in, ray_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ APART = (
 
 @pytest.fixture(scope="module")
 def hosts():
-    with some_hosts() as made:
+    with ray_hosts() as made:
         yield made
 
 

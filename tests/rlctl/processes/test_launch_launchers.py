@@ -269,6 +269,7 @@ def test_replicas_are_on_the_hosts_of_a_job(
     env = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0") if line)
     monkeypatch.setenv("PATH", env["PATH"])  # with scontrol
     job = SlurmJob(env)
+    job.reserve(print)
     assert job.names == [*nodes, *far]
     for node in [*rollout.remote, *made.role("reward").remote]:
         step = job.step(node.number)

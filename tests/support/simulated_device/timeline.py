@@ -36,7 +36,7 @@ def line() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a stream, at its own count, did with some bytes."""
+    """A use of some bytes by a stream, at its own count."""
 
     stream: int
     count: int
