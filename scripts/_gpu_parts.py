@@ -98,13 +98,12 @@ def toy_size() -> Size:
 
 @dataclass(frozen=True)
 class Part:
-    """`least_s`: with less time left it is not begun. `skip`: why it cannot run here, or nothing; a part that is
-    `optional` may be skipped, and all is proven that could be."""
+    """Describe a part. `skip`: why it cannot run here, or nothing; one that is `optional` may be skipped, and all is
+    proven that could be."""
 
     name: str
     about: str
     limit_s: float
-    least_s: float
     run: Callable[[Size, Path], Figures]
     rows: Callable[[Mapping[str, Any]], Iterator[Row]]
     skip: Callable[[], str | None] = field(default=lambda: None)
@@ -360,10 +359,10 @@ def measure_decoding(size: Size, folder: Path) -> Figures:
     prompt_tokens = 32
     longest = prompt_tokens + size.decode_steps
     about = _bench.model_config(str(folder), longest, dtype=size.dtype, device=device_of(size))
-    _, engine = _bench.torch_sampler(about, prompt_tokens, max_sequences=max(size.decode_batches))
+    engine = _bench.torch_sampler(about, prompt_tokens, max_sequences=max(size.decode_batches))
     found: Figures = {}
     for count in size.decode_batches:
-        prompts = _bench.group_prompts(count, 1, prompt_tokens, config["vocab_size"])
+        prompts = _bench.random_prompts(count, prompt_tokens, config["vocab_size"])
         taken = []
         for seed in range(3):
             wait(size)
@@ -494,8 +493,7 @@ def our_step(size: Size, folder: Path, attention: str, kernels: str = "torch") -
         "rollout_logprob_T": np.full(count * length, -4.0, dtype=np.float32),
     }
     config = _bench.actor_config(about, table, size.micro_batch_tokens)
-    step = _bench.ddp_step(config, Batch(columns), PpoClip(anchor="current"), length)
-    return lambda: step()[0]
+    return _bench.ddp_step(config, Batch(columns), PpoClip(anchor="current"), length)
 
 
 def plain_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
@@ -544,16 +542,16 @@ def tokens_of(size: Size, folder: Path) -> Any:
 # ── all of them, in order ─────────────────────────────────────────────────────────────────────────
 
 PARTS = (
-    Part("tests", "the tests that need a GPU", 240, 20, run_tests, test_rows, no_pytest),
-    Part("run-cuda-ipc", "a colocated GRPO run, 0.5B, weights by CUDA IPC", 120, 40,
+    Part("tests", "the tests that need a GPU", 240, run_tests, test_rows, no_pytest),
+    Part("run-cuda-ipc", "a colocated GRPO run, 0.5B, weights by CUDA IPC", 120,
          colocated_run("cuda_ipc", "torch"), run_rows, cannot_run),
-    Part("run-host", "the same, weights through host memory", 120, 40,
+    Part("run-host", "the same, weights through host memory", 120,
          colocated_run("shm", "torch"), run_rows, cannot_run),
-    Part("run-vllm", "the same by CUDA IPC, sampled by vLLM", 300, 60,
+    Part("run-vllm", "the same by CUDA IPC, sampled by vLLM", 300,
          colocated_run("cuda_ipc", "vllm"), run_rows, no_vllm, optional=True),
-    Part("device", "matrix product and copies", 40, 10, measure_device, device_rows),
-    Part("weights", "checksums and copies of weights", 40, 10, measure_weights, weight_rows),
-    Part("decode", "the torch rollout engine, 0.5B", 90, 20, measure_decoding, decode_rows),
-    Part("train-0.5B", "training alone, 0.5B, 16k tokens", 120, 20, measure_training("0.5B"), train_rows),
-    Part("train-1.5B", "training alone, 1.5B, 16k tokens", 180, 30, measure_training("1.5B"), train_rows),
+    Part("device", "matrix product and copies", 40, measure_device, device_rows),
+    Part("weights", "checksums and copies of weights", 40, measure_weights, weight_rows),
+    Part("decode", "the torch rollout engine, 0.5B", 90, measure_decoding, decode_rows),
+    Part("train-0.5B", "training alone, 0.5B, 16k tokens", 120, measure_training("0.5B"), train_rows),
+    Part("train-1.5B", "training alone, 1.5B, 16k tokens", 180, measure_training("1.5B"), train_rows),
 )  # fmt: skip
