@@ -83,10 +83,8 @@ def test_init_names_presets(tmp_path: Path) -> None:
     assert "(untried)" not in laptop
     assert "sft-8gpu" in node
     assert "megatron-70b-64gpu" in cluster
-    as_json = json.loads(rlctl("init", "--list", "--json", cwd=tmp_path).stdout)
-    assert {"preset": "grpo-1gpu", "runs_on": "one node with GPUs", "untried": False}.items() <= {
-        key: value for one in as_json if one["preset"] == "grpo-1gpu" for key, value in one.items()
-    }.items()
+    as_json = {one["preset"]: one for one in json.loads(rlctl("init", "--list", "--json", cwd=tmp_path).stdout)}
+    assert (as_json["grpo-1gpu"]["runs_on"], as_json["grpo-1gpu"]["untried"]) == ("one node with GPUs", False)
     unknown = rlctl("init", "--preset", "quickstrat", cwd=tmp_path)
     assert unknown.returncode == 2
     assert "did you mean quickstart?" in unknown.stderr
@@ -180,7 +178,7 @@ def test_version_and_module(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "rlctl", arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == code, done.stderr
-        assert code or re.fullmatch(rf"rlctl {__version__} \((commit [\w-]+, )?extras: [\w, -]+\)", done.stdout.strip())
+        assert code or re.fullmatch(rf"rlctl {__version__}( \(commit \w+\))?", done.stdout.strip())
 
 
 @pytest.mark.parametrize("name", ["workers.py", "specs/__init__.py"])
