@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand
 
 from rlctl import __version__
-from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL
 
 if TYPE_CHECKING:
     from specs.errors import RlctlError
@@ -371,11 +370,12 @@ def export_checkpoint(
     out_dir: Annotated[Path, Argument(metavar="OUT_DIR", help="Model folder to write.")],
     step: Annotated[int | None, Option(min=0, help="Step to export; default: the newest.")] = None,
     role: Annotated[
-        str, Option(help="Role to export: actor, critic or reward_model; default: the one that was trained.")
-    ] = "",
+        Literal["actor", "critic", "reward_model"] | None,
+        Option(help="Role to export; default: the one that was trained."),
+    ] = None,
     dtype: Annotated[
-        str | None,
-        Option(help="bf16 or fp32; default: what the base model's config.json says, else what the run trained in."),
+        Literal["bf16", "fp32"] | None,
+        Option(help="Default: what the base model's config.json says, else what the run trained in."),
     ] = None,
     shard_gb: Annotated[
         float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")
@@ -408,19 +408,13 @@ def export_checkpoint(
     quiet: Quiet = False,
 ) -> None:
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
-    from specs.errors import UsageError
-
-    learners = (ACTOR, CRITIC, REWARD_MODEL)
-    for option, value, known in (("--role", role or None, learners), ("--dtype", dtype, ("bf16", "fp32"))):
-        if value is not None and value not in known:
-            raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
     from rlctl.models.run_export import NOTE
     from rlctl.run.export import Limits, export
     from rlctl.show.screen import progress_screen
 
     limits = Limits(shard_gb, memory_gib)
     screen = progress_screen(as_json=as_json, quiet=quiet)
-    code = export(run_dir, out_dir, step, role, dtype, limits, adapter_only, push_to_hub, public, screen)
+    code = export(run_dir, out_dir, step, role or "", dtype, limits, adapter_only, push_to_hub, public, screen)
     if as_json:
         print((out_dir / NOTE).read_text(encoding="utf-8").strip())
     raise typer.Exit(code)

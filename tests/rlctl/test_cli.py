@@ -117,7 +117,7 @@ def test_a_broken_spec_is_exit_2_with_every_problem_and_no_traceback(tmp_path: P
 def test_export_refuses_options_it_does_not_know(tmp_path: Path) -> None:
     done = rlctl("export-checkpoint", "run", "out", "--dtype", "fp8", cwd=tmp_path)
     assert done.returncode == 2
-    assert 'error: --dtype "fp8": not a choice' in done.stderr
+    assert "'fp8' is not one of 'bf16', 'fp32'" in done.stderr
     lacking = rlctl("eval", "some/model", cwd=tmp_path)
     assert lacking.returncode == 2
     assert "name a spec with [eval], [data] and [reward]: rlctl eval some/model SPEC" in lacking.stderr
@@ -157,9 +157,7 @@ def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path) -> None:
 HEAVY = ("torch", "transformers", "numpy", "zmq", "safetensors", "pyarrow")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--help",), ("init", "--list"), ("check-config", "spec.toml"), ("train", "spec.toml", "--dry-run")]
-)
+@pytest.mark.parametrize("arguments", [("--help",), ("check-config", "spec.toml"), ("train", "spec.toml", "--dry-run")])
 def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     rlctl("init", "spec.toml", cwd=tmp_path)
     loaded = f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"

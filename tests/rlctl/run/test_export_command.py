@@ -122,7 +122,7 @@ def test_getting_nowhere_is_noticed(tmp_path, monkeypatch):
 def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):
     manifest = run / "checkpoints" / "step_000001" / "manifest.json"
     content = json.loads(manifest.read_text())
-    del content["files"]["actor/greedy_proof.json"]
+    mark = content["files"].pop("actor/greedy_proof.json")
     for more, error, told in (
         ({"proven": False}, CheckpointError, "step 1 was saved without the proof"),
         ({"engine": "fake"}, UsageError, "engine is fake: there is no model to export"),
@@ -130,3 +130,6 @@ def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):
         manifest.write_text(json.dumps({**content, **more}))
         with pytest.raises(error, match=told):
             export(run, tmp_path / "out", None, "actor")
+    manifest.write_text(json.dumps({**content, "files": {**content["files"], "actor/greedy_proof.json": mark}}))
+    with pytest.raises(UsageError, match="already exists"):
+        export(run, tmp_path, None, "actor")
