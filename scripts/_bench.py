@@ -43,12 +43,12 @@ SMALL = {
 
 
 def write_config(folder: str | Path, shape: dict[str, Any]) -> None:
-    """`config.json` alone: weights are drawn when the model is built."""
+    """Write `config.json` alone: weights are drawn when the model is built."""
     Path(folder, "config.json").write_text(json.dumps(shape))
 
 
 def write_model(folder: str | Path, shape: dict[str, Any]) -> int:
-    """A random Qwen2 with weights; returns its number of parameters."""
+    """Write a random Qwen2 with weights; return its number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -59,7 +59,7 @@ def write_model(folder: str | Path, shape: dict[str, Any]) -> int:
 
 
 def model_config(folder: str, max_sequence_tokens: int, **changed: Any) -> ModelConfig:
-    """The model in `folder`, random and in fp32 on the CPU, unless `changed`."""
+    """Describe the model in `folder`, random and in fp32 on the CPU, unless `changed`."""
     usual: dict[str, Any] = {
         "from_scratch": True,
         "seed": 0,
@@ -137,7 +137,7 @@ def random_prompts(count: int, tokens: int, vocabulary: int) -> Batch:
 
 
 def spec_text(folder: Path, steps: int, prompts: tuple[int, int], tokens: tuple[int, int], more: dict[str, str]) -> str:
-    """A GRPO spec for the model, data and reward in `folder`. `prompts`: of a step, and completions of each.
+    """Return a GRPO spec for the model, data and reward in `folder`. `prompts`: of a step, and completions of each.
     `tokens`: most of a prompt, and of a completion. `more`: other lines, by table."""
     tables = {
         "run": f'name = "bench"\nsteps = {steps}',

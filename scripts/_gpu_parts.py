@@ -114,7 +114,7 @@ class Part:
 
 
 def measure_device(size: Size, folder: Path) -> Figures:
-    """A matrix product and copies, as fast as they go here: what the other figures are held against."""
+    """Time a matrix product and copies: the other figures are held against them."""
     import torch
 
     n, dtype = size.matmul, torch.bfloat16 if size.dtype == "bf16" else torch.float32
@@ -143,7 +143,7 @@ def device_rows(found: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def timed(work: Callable[[], object], size: Size, rounds: int = 5) -> float:
-    """Median seconds, after one that is not counted."""
+    """Return the median seconds, after one call that is not counted."""
     taken = []
     for _ in range(rounds + 1):
         wait(size)
@@ -274,7 +274,7 @@ def colocated_run(transport: str, rollout: str) -> Callable[[Size, Path], Figure
             return {"failed": f"rlctl train ended with exit code {done.returncode}; see the log"}
         steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         steps = [step for step in steps if step["step"] > 0]
-        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # 6 GB, which nobody asked for
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # 6 GB
         kept = ("step", "time/", "mem/", "sync/", "perf/", "rollout/logprob_gap", "actor/grad_norm", "rollout/length")
         found: Figures = {"steps": [{k: v for k, v in step.items() if k.startswith(kept)} for step in steps]}
         if not all(step.get("sync/verified", True) for step in steps):
@@ -333,7 +333,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def cannot_run() -> str | None:
-    """Why `rlctl train` cannot start: what it imports is asked of this interpreter."""
+    """Say why `rlctl train` cannot start, by importing in this interpreter what it imports."""
     imports = "import rlctl.cli, rlctl.run.train, workers.main, workers.roles.trainer, workers.roles.data"
     done = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
@@ -347,7 +347,7 @@ def no_vllm() -> str | None:
 
 
 def measure_decoding(size: Size, folder: Path) -> Figures:
-    """The `torch` rollout engine: tokens per second, and seconds of a decode step."""
+    """Measure tokens per second and seconds of a decode step of the `torch` rollout engine."""
     import _bench
     import torch
 
@@ -368,14 +368,14 @@ def measure_decoding(size: Size, folder: Path) -> Figures:
             wait(size)
             started = time.perf_counter()
             sampling = Sampling(seed=seed, max_response_tokens=size.decode_steps)
-            told = engine.generate(prompts, sampling, lambda batch: None)
+            counts = engine.generate(prompts, sampling, lambda batch: None)
             wait(size)
-            taken.append((time.perf_counter() - started, told))
-        seconds, told = min(taken[1:], key=lambda one: one[0])
+            taken.append((time.perf_counter() - started, counts))
+        seconds, counts = min(taken[1:], key=lambda one: one[0])
         found[str(count)] = {
-            "tokens_per_s": told["generated_tokens"] / seconds,
-            "ms_per_step": 1e3 * seconds / told["decode_steps"],
-            "generated_tokens": told["generated_tokens"],
+            "tokens_per_s": counts["generated_tokens"] / seconds,
+            "ms_per_step": 1e3 * seconds / counts["decode_steps"],
+            "generated_tokens": counts["generated_tokens"],
             "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if size.device == "cuda" else None,
         }
     return {"batches": found, "forward": type(engine._forward).__name__}

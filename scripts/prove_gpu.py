@@ -129,7 +129,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def last_line(out: Path, part: Part) -> str:
     lines = [line for line in (out / f"{part.name}.log").read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:200] if lines else "it ended without a word"
+    return lines[-1].strip()[:200] if lines else "it printed nothing"
 
 
 def machine(size: Size) -> dict[str, Any]:

@@ -155,8 +155,7 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> dict[str, Any]:
 
 
 def own_dtype(about: Mapping[str, Any]) -> tuple[str, str]:
-    """Choose the precision of an export that nobody chose one for, and say why: the base model's, else the one trained
-    in."""
+    """Choose the precision of an export without --dtype, and say why: the base model's, else the one trained in."""
     facts = model_facts(config_of(about["model_path"], Path()))
     own = facts.dtype.removeprefix("torch.") if facts else ""
     if own == "float16":

@@ -40,7 +40,7 @@ class RunLock:
 
 
 def owner_of(folder: Path) -> str:
-    """Return who holds the folder's lock, "" for nobody, as far as this host can tell."""
+    """Return who holds the folder's lock, "" if none, as far as this host can tell."""
     with suppress(OSError), (folder / LOCK).open(errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -64,7 +64,7 @@ class Saver:
 
     def __init__(self, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
         self.run, self.spec, self.plan, self.groups, self.progress = run, run.spec, plan, groups, progress
-        # Now: the run directory may be moved while the run goes on.
+        # Now: the run directory may be moved during the run.
         self._actor_versions = dict(read_object(run.as_built)[self.spec.lead][0]["versions"])
         self.saved = -1  # step of the newest checkpoint that this attempt wrote or started from
 
