@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TextIO
@@ -28,7 +27,6 @@ from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, Rollo
 from workers.chat.chat_renderer import renderer_of
 from workers.data.first_prompts import first_findings
 from workers.data.prompts import uses_chat
-from workers.offline.one_update import one_update
 from workers.offline.right_answers import answer_findings
 from workers.watchdog import die_with_parent, set_process_name
 
@@ -54,9 +52,8 @@ def _own_stdout() -> TextIO:
 def reply(role: str, asked: RoleRequest) -> Probed:
     """Return what a role would build, or the error that ends it. Never raises."""
     started = time.monotonic()
-    look: Callable[[str, RoleRequest], Probed] = one_update if asked.shape is not None else _on_meta
     try:
-        found = look(role, asked)
+        found = _on_meta(role, asked)
     except Exception as error:  # every error is reported to the user together with its role
         traceback.print_exc()
         known = isinstance(error, RlctlError)

@@ -84,11 +84,9 @@ def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
     mesh = engine.mesh(8)
     assert (mesh.replicate, mesh.shard) == (2, 4)
     assert engine.mesh(8).axes == {"data": 2, "pipeline": 2, "tensor": 2}
-    assert engine.alone().mesh(1).ranks == 1
     cut = MegatronTable(tensor_parallel=2, context_parallel=2)
     assert (cut.mesh(8).replicate, cut.mesh(8).shard) == (2, 4)
     assert cut.mesh(8).axes == {"data": 2, "pipeline": 1, "tensor": 2, "context": 2}
-    assert cut.alone().mesh(1).ranks == 1
 
 
 def test_axes_that_do_not_give_the_processes_are_named_with_what_would() -> None:
