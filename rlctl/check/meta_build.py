@@ -22,7 +22,7 @@ from rlctl.processes.launch import base_environment, python_path
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
 from specs.schema.rank_groups import devices_of_a_process
-from specs.schema.roles import DATA, ROLES, RoleName
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest
 from workers.watchdog import kill_marked, signal_group
@@ -105,8 +105,7 @@ def requests_of(spec: Spec, spec_dir: Path) -> dict[RoleName, RoleRequest]:
     """Return the request to each role, in the order of the replies."""
     bodies = build_bodies(spec, spec_dir, spec_dir / "no-run")  # nothing of a run directory is read or made
     ranks = {role: spec.role(role).processes if ROLES[role].together else 1 for role in spec.roles}
-    data = {role: bodies[DATA] if ROLES[role].holds == "scorer" else {} for role in spec.roles}
-    return {role: RoleRequest(body=body, ranks=ranks[role], data=data[role]) for role, body in bodies.items()}
+    return {role: RoleRequest(body=body, ranks=ranks[role]) for role, body in bodies.items()}
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
 from specs.schema.table import Table
 from specs.wire.as_built import ModelBuilt
 from specs.wire.finding import Finding
@@ -17,7 +15,6 @@ class RoleRequest(Table):
 
     body: dict[str, Any]
     ranks: int = 1
-    data: dict[str, Any] = Field({})  # of a role that scores: the data role's body, for rows to score
 
 
 class ProbeRequest(Table):
