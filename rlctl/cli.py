@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from typer.core import TyperCommand
 
 from rlctl import __version__
 
@@ -154,23 +153,7 @@ def init(
     typer.echo(f"\nnext: rlctl check-config {quoted}{there}\n      {starts}")
 
 
-class ProbeLevel(StrEnum):
-    """Repeat `specs.wire.meta_request.Level`, which would cost every command its imports."""
-
-    meta = "meta"
-    run = "run"
-
-
-class _CheckCommand(TyperCommand):
-    """Take `--probe` for `--probe=meta`, which click's options with values do not."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        levels, following = set(ProbeLevel), [*args[1:], ""]
-        bare = [arg == "--probe" and after not in levels for arg, after in zip(args, following, strict=False)]
-        return super().parse_args(ctx, ["--probe=meta" if it else arg for arg, it in zip(args, bare, strict=True)])
-
-
-@command("check-config", "check-config my.toml --set run.steps=10", cls=_CheckCommand)
+@command("check-config", "check-config my.toml --set run.steps=10")
 def check_config(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -178,21 +161,18 @@ def check_config(
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     target: TargetMachine = Machine.here,
     probe: Annotated[
-        ProbeLevel | None,
-        Option(
+        bool,
+        typer.Option(
             "--probe",
-            metavar="[=meta|run]",
-            help="Build every role's model without memory, in its own interpreter, and compare it with the spec; "
-            "with =run do one trial update of each role on its device.",
+            help="Build every role's model without memory, in its own interpreter, and compare it with the spec.",
         ),
-    ] = None,
+    ] = False,
 ) -> None:
     """Explain a spec and list everything wrong with it. Needs no GPU, changes nothing."""
     from rlctl.check.check_command import check
 
-    level: Literal["meta", "run"] | None = probe.value if probe else None
     raise typer.Exit(
-        check(spec, overrides or [], as_json=as_json, strict=strict, elsewhere=target == Machine.cluster, level=level)
+        check(spec, overrides or [], as_json=as_json, strict=strict, elsewhere=target == Machine.cluster, probed=probe)
     )
 
 
