@@ -110,11 +110,6 @@ class Plan:
     address: str = ""
     cluster: Cluster | None = None
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Return the other hosts that processes are started on through a shell, each once."""
-        return tuple(dict.fromkeys(remote.host for role in self.roles for remote in role.remote))
-
     def role(self, name: str) -> RolePlan:
         return next(plan for plan in self.roles if plan.role == name)
 
