@@ -14,14 +14,6 @@ from pathlib import Path
 GIB = 2**30
 LOOK_EVERY_S = 0.005
 
-_borrowed_bytes = 0  # mapped here, owned by another role
-
-
-def borrow(nbytes: int) -> None:
-    """This process maps so many bytes more (or fewer) of another role's memory, which do not count as held here."""
-    global _borrowed_bytes
-    _borrowed_bytes += nbytes
-
 
 def held_GiB(device: str) -> float:
     """On "cuda": what the allocator has taken from the device, cached blocks too, since nobody else can use those;
@@ -36,8 +28,7 @@ def held_GiB(device: str) -> float:
         own = _status_bytes(os.getpid())
     except OSError:  # not Linux: only the peak is available
         return peak_GiB(device)
-    held = _unmapped(own) + sum(_held_by_started(os.getpid()))
-    return (held - min(_borrowed_bytes, own["RssShmem"])) / GIB
+    return (_unmapped(own) + sum(_held_by_started(os.getpid()))) / GIB
 
 
 def _status_bytes(process: int) -> dict[str, int]:
@@ -47,8 +38,7 @@ def _status_bytes(process: int) -> dict[str, int]:
 
 
 def _unmapped(status: Mapping[str, int]) -> int:
-    """Resident bytes that are no file's. Of memory shared without a file it is the sampler's to say how much has
-    pages."""
+    """Return the resident bytes that are no file's."""
     return status["RssAnon"] + status["RssShmem"]
 
 
@@ -71,10 +61,10 @@ def peak_GiB(device: str) -> float:
         return torch.cuda.max_memory_reserved() / GIB
     try:
         status = _status_bytes(os.getpid())
-        return (status["VmHWM"] - status["RssFile"] - _borrowed_bytes) / GIB
+        return (status["VmHWM"] - status["RssFile"]) / GIB
     except OSError:
         largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return (largest * (1 if sys.platform == "darwin" else 1024) - _borrowed_bytes) / GIB
+        return largest * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
 def forget_peak(device: str) -> None:

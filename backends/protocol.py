@@ -69,14 +69,6 @@ class Weight(ABC):
 
 
 @dataclass(frozen=True)
-class WeightMemory:
-    """Memory of a rollout's weights that another process may map, to write them where they are read."""
-
-    descriptor: int  # of a file in memory; the rollout's, which closes it
-    place: Mapping[str, int]  # of each weight's first byte in it
-
-
-@dataclass(frozen=True)
 class Rank:
     """Rank of this process in its group."""
 
@@ -299,16 +291,6 @@ class RolloutEngine(ABC):
             whole_U[start : start + len(block_U)] = block_U
             start += len(block_U)
         return self.import_weight(spec, whole_U)
-
-    def share_weights(self) -> WeightMemory | None:
-        """The memory that the weights lie in, for the actor on this host to write all of them into; None where there is
-        no such memory. From here to `finish_import` the engine serves no requests."""
-        return None
-
-    def import_in_place(self, spec: WeightSpec, arrivals: Iterable[int]) -> str:
-        """Do the same as `import_weight`, for a weight in shared memory: each arrival is so many more bytes that are
-        now there."""
-        raise NotImplementedError(f"{type(self).__name__} shares no memory")
 
     def import_from_device(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> list[str] | None:
         """Do the same as `import_weight`, for several from uint8 tensors on a device; returns their checksums

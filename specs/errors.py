@@ -149,10 +149,6 @@ class NotFiniteError(RlctlError):
     """A number that the actor learns from, or a metric of its update, is NaN or infinite."""
 
 
-class MemoryGrowthError(RlctlError):
-    """A role's memory grows from step to step."""
-
-
 class SamplerDied(RlctlError):
     """A sampler's engine process ended although its rank is alive."""
 

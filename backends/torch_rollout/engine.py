@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -25,7 +25,7 @@ from backends.hf.hf_model import (
 from backends.hf.tokenizer import token_ids
 from backends.memory import hand_back
 from backends.packed.layout import PackedLayout
-from backends.protocol import OnMeta, Rank, WeightMemory, WeightSpec
+from backends.protocol import OnMeta, Rank, WeightSpec
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.sample_requests import Completion, SampleRequest
@@ -36,7 +36,6 @@ from backends.torch_rollout.fused import choose_forward, side_by_side
 from backends.torch_rollout.kept_prefixes import KeptPrefixes
 from backends.torch_rollout.kv_cache import KvCache
 from backends.torch_rollout.runner import Forward, packed_positions
-from backends.torch_rollout.shared_weights import SharedWeights, can_share, own_memory
 from backends.weights.checksum import Digest, blocks_of
 from backends.weights.host_pieces import fill, host_checksum
 from backends.weights.tensor_bytes import named_weights, tensor_bytes, typed, wire_dtype
@@ -68,8 +67,6 @@ class TorchRolloutEngine(SyncedSampler):
         self._decoder: Decoder | None = None  # of the open requests
         self._kept = KeptPrefixes(self.table.max_sequences * config.model.max_sequence_tokens)
         self._dropped = False  # slept at level 2: weights have no memory
-        self._lends = can_share(self.device)
-        self._shared: SharedWeights | None = None  # their shared memory, once the actor writes there
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> TorchRolloutEngine:
@@ -98,31 +95,12 @@ class TorchRolloutEngine(SyncedSampler):
     def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
         tensor = self._take(spec, spec.nbytes)
         if tensor.is_cpu and tensor.is_contiguous():
-            held_U = tensor_bytes(tensor)
-            return _read_back(_copied(blocks, held_U), held_U)
+            return _copied(blocks, tensor_bytes(tensor))
         arrived = tensor.contiguous()  # itself, or memory that its bytes come to first
         fill(arrived, blocks)
         if arrived is not tensor:
             tensor.copy_(arrived)
         return host_checksum(tensor.contiguous())
-
-    def share_weights(self) -> WeightMemory | None:
-        """Not by an engine that sleeps at level 2: pages that come anew at each wake, in two processes, cost more than
-        a copy."""
-        self._check_idle("the actor was to write into the weights' memory")
-        if not self._lends:
-            return None
-        self._ready = False
-        if self._shared is None:
-            with suppress(OSError):
-                self._shared = SharedWeights(self._weights, side_by_side(self.model))
-            if self._forward is not None:
-                self._forward.join()
-        self._lends = self._shared is not None
-        return self._shared.shared if self._shared is not None else None
-
-    def import_in_place(self, spec: WeightSpec, arrivals: Iterable[int]) -> str:
-        return _read_back(arrivals, tensor_bytes(self._take(spec, spec.nbytes)))
 
     @torch.inference_mode()
     def import_from_device(self, weights: Sequence[tuple[WeightSpec, Tensor]]) -> list[str] | None:
@@ -248,7 +226,7 @@ class TorchRolloutEngine(SyncedSampler):
 
     def _take_memory(self) -> None:
         shapes = {name: spec.shape for name, spec in self._held.items()}
-        own_memory(self._weights, shapes, side_by_side(self.model))
+        _take_memory(self._weights, shapes, side_by_side(self.model))
 
     def _move_weights(self, device: torch.device) -> None:
         if self._forward is not None:
@@ -263,9 +241,7 @@ class TorchRolloutEngine(SyncedSampler):
             self._forward.release()
         for tensor in self._weights.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        if self._shared is not None:
-            self._shared.free()
-        self._lends, self._shared, self._dropped = False, None, True
+        self._dropped = True
 
     def close(self) -> None:
         self._cache = self._decoder = self._graphs = None
@@ -294,21 +270,30 @@ def _end_tokens(model: PreTrainedModel, path: str) -> set[int]:
     return named
 
 
-def _copied(blocks: Iterable[NDArray[np.uint8]], held_U: NDArray[np.uint8]) -> Iterator[int]:
-    """Copy each block to its place in the model's memory; how many bytes more are there."""
-    start = 0
-    for block_U in blocks:
-        held_U[start : start + len(block_U)] = block_U
-        yield len(block_U)
-        start += len(block_U)
+def _take_memory(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], together: Iterable[Sequence[Tensor]]
+) -> None:
+    """Give weights memory. What they held is lost. Of each group `together` the memory is one, so that nothing is ever
+    copied to bring them together."""
+    shape = {id(tensor): torch.Size(shapes[name]) for name, tensor in weights.items()}
+    groups = [list(group) for group in together]
+    grouped = {id(tensor) for group in groups for tensor in group}
+    for group in [*groups, *([tensor] for tensor in weights.values() if id(tensor) not in grouped)]:
+        sizes = [shape[id(tensor)].numel() for tensor in group]
+        block = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
+        for tensor, part in zip(group, block.split(sizes), strict=True):
+            tensor.data = part.view(shape[id(tensor)])
 
 
-def _read_back(arrivals: Iterable[int], held_U: NDArray[np.uint8]) -> str:
-    """Hash what has arrived while the cache holds it: checking costs no second trip to memory."""
+def _copied(blocks: Iterable[NDArray[np.uint8]], held_U: NDArray[np.uint8]) -> str:
+    """Copy each block to its place in the model's memory; return the checksum of what lies there, which is hashed while
+    the cache holds it: checking costs no second trip to memory."""
     digest, start = Digest(), 0
-    for nbytes in arrivals:
-        digest.update(held_U[start : start + nbytes])
-        start += nbytes
+    for block_U in blocks:
+        there_U = held_U[start : start + len(block_U)]
+        there_U[:] = block_U
+        digest.update(there_U)
+        start += len(block_U)
     return digest.hexdigest()
 
 

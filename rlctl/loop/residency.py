@@ -12,8 +12,7 @@ probe (rlctl/loop/sync.py). "save" leaves the rollout without weights that were 
 next token (`resend_if_asleep` in rlctl/loop/recovery.py).
 
 Each move is measured (GiB of the device, or of the host where the role runs on the CPU; the largest of its ranks), and
-the step's metrics have the last of each. What is held after a role has left the device must not grow
-(rlctl/loop/memory_watch.py).
+the step's metrics have the last of each.
 """
 
 from __future__ import annotations

@@ -37,19 +37,12 @@ _OPEN_FILES = 65536  # silent connections hold one each until then
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that has joined, as it introduced itself."""
+    """A rank that has joined, as it introduced itself: the first event of each."""
 
     role: str
     rank: int
     pid: int
     host: str
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A rank has introduced itself."""
-
-    member: Member
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class Silent:
     seconds: float
 
 
-Event = Joined | Received | Silent
+Event = Member | Received | Silent
 
 
 @dataclass
@@ -93,8 +86,6 @@ class _RunKeys:
     def make(cls) -> _RunKeys:
         import zmq
 
-        if not zmq.has("curve"):
-            raise ChannelError("this build of ZeroMQ cannot encrypt", hint="install a pyzmq wheel, which has CURVE")
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -170,7 +161,7 @@ class Hub:
         """Hear nothing more of a rank that is gone; a new process may take its place."""
         with self._lock:
             self._peers.pop(self._identities.pop((role, rank), b""), None)
-            self._events = deque(event for event in self._events if _place(event) != (role, rank))
+            self._events = deque(event for event in self._events if (event.role, event.rank) != (role, rank))
 
     def next(self, timeout_s: float) -> Event | None:
         """Return the next event, or None when there is none in time."""
@@ -248,7 +239,7 @@ class Hub:
             return
         self._peers[identity] = _Peer(member, now)
         self._identities[member.role, member.rank] = identity
-        self._events.append(Joined(member))
+        self._events.append(member)
         self._post(identity, self._welcome.frames())
 
     def _admit(self, message: Message) -> Member:
@@ -292,11 +283,6 @@ class Hub:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=len(frames) == 1)
         except zmq.ZMQError as error:  # unroutable: the rank is gone, and its process's end is noticed elsewhere
             log.debug("a message was not delivered: %s", error)
-
-
-def _place(event: Event) -> tuple[str, int]:
-    who = event.member if isinstance(event, Joined) else event
-    return who.role, who.rank
 
 
 def _listen(context: zmq.Context[zmq.Socket[bytes]], keys: _RunKeys, host: str) -> zmq.Socket[bytes]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from rlctl.processes.channel import Event, Hub, Joined, Silent
+from rlctl.processes.channel import Event, Hub, Member, Silent
 from rlctl.processes.failure_watch import FailureWatch
 from rlctl.processes.failures import Evidence
 from rlctl.processes.group import Channel, Group
@@ -99,17 +99,13 @@ class Groups:
         They are running again when the block, in which they are built, ends; when it raises they are failed as before.
         Raise RoleFailure as `start` does."""
         self._groups[role].settle(lambda: self.ranks.failed(role))
-        ranks = self.ranks.begin_restart(role)
-        finished = False
-        try:
+        ranks = self.ranks.failed(role)
+        with self.ranks.building(role, ranks, RankState.RESTARTING):
             for rank in ranks:
                 self.watch.forget((role, rank))
                 self.membership.relaunch(role, rank)
             self._wait_for([(role, rank) for rank in ranks])
             yield ranks
-            finished = True
-        finally:
-            self.ranks.end_restart(role, ranks, finished=finished)
 
     def arrived(self, role: str) -> list[int]:
         """Return the late ranks of a role that have joined by now."""
@@ -121,13 +117,8 @@ class Groups:
         meanwhile do not, and when it raises none does."""
         self._groups[role].settle(lambda: self.arrived(role))
         ranks = self.arrived(role)
-        self.ranks.begin_joining(role, ranks)
-        finished = False
-        try:
+        with self.ranks.building(role, ranks, RankState.JOINING):
             yield ranks
-            finished = True
-        finally:
-            self.ranks.end_joining(role, ranks, finished=finished)
 
     def leave_out(self, evidence: Evidence) -> None:
         """Go on without a rank that never took part and cannot, or end the run because of it."""
@@ -172,8 +163,8 @@ class Groups:
             event = self.hub.next_queued()
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, Joined):
-            self.membership.join(event.member)
+        if isinstance(event, Member):
+            self.membership.join(event)
             self.watch.moved()
             return
         if isinstance(event, Silent):

@@ -138,8 +138,9 @@ class Launcher:
             self.started.remove(started)
             if isinstance(started.process, RemoteProcess):
                 # A host that does not answer has lost its connection, and all its ranks of the role with it.
+                # A supervisor that still lives there ends its processes with the shell.
                 if not started.process.kill(_REMOTE_KILL_S if wait else 0.0):
-                    started.process.node.give_up()
+                    started.process.node.shell.kill()
                 continue
             left = _kill_all_of([started])
             try:
@@ -159,7 +160,7 @@ class Launcher:
     ) -> None:
         """Start a process through the supervisor of its role and host."""
         connection = self._nodes.get((plan.role, node.host))
-        if connection is None or connection.ended:
+        if connection is None or connection.shell.poll() is not None:
             is_new = connection is not None or (self.cluster is not None and node.host in self.cluster.pending)
             if connection is not None:
                 connection.close()
@@ -196,8 +197,8 @@ class Launcher:
         """End everything: SIGTERM to each process group, `grace_s` to obey, SIGKILL, then a search for stragglers."""
         here = [one for one in self.started if not isinstance(one.process, RemoteProcess)]
         shells = [node.shell for node in self._nodes.values()]
-        for node in self._nodes.values():
-            node.hang_up()
+        for shell in shells:
+            shell.hang_up()  # with its input a supervisor ends all that it started
         _signal_groups(here, signal.SIGTERM)
         _signal_groups(here, signal.SIGCONT)  # a stopped process obeys only once it goes on
         _wait_for_all([*self._processes, *shells], grace_s)

@@ -30,10 +30,6 @@ class NodeConnection:
         self._unread = b""
         shell.write(script)
 
-    @property
-    def ended(self) -> bool:
-        return self.shell.poll() is not None
-
     def send(self, message: Mapping[str, Any]) -> None:
         self._kept.append(json.dumps(message) + "\n")
         self.receive()
@@ -46,14 +42,6 @@ class NodeConnection:
         if self.ready and self._kept:
             kept, self._kept = self._kept, []
             self.shell.write("".join(kept))
-
-    def hang_up(self) -> None:
-        """End the supervisor's input, with which it ends all that it started."""
-        self.shell.hang_up()
-
-    def give_up(self) -> None:
-        """End the shell of a host that does not answer. A supervisor that still lives there ends its processes then."""
-        self.shell.kill()
 
     def close(self) -> None:
         """Take in what an ended shell has left."""

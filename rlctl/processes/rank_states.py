@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -164,17 +165,6 @@ class RankStates:
         """Note that a rank that was dropped with its host comes again, once there is another."""
         self._states[place] = RankState.LATE
 
-    def begin_joining(self, role: str, ranks: Sequence[int]) -> None:
-        """Note that these late ranks have come and are about to be built."""
-        for rank in ranks:
-            self._states[role, rank] = RankState.JOINING
-
-    def end_joining(self, role: str, ranks: Sequence[int], *, finished: bool) -> None:
-        """Let those of `ranks` that did not fail meanwhile take part; or, when not `finished`, be late as before."""
-        for rank in self._ranks(role, RankState.JOINING):
-            if rank in ranks:
-                self._states[role, rank] = RankState.RUNNING if finished else RankState.LATE
-
     def newly_failed(self) -> list[Evidence]:
         """Return the failures whose grace is over, each once."""
         if not self._failing:
@@ -186,21 +176,20 @@ class RankStates:
             self._states[place] = RankState.DROPPED if place in self._to_drop else RankState.FAILED
         return list(due.values())
 
-    def begin_restart(self, role: str) -> list[int]:
-        """Count a restart for each failed rank of a role; return them."""
-        ranks = self.failed(role)
-        for rank in ranks:
-            self._states[role, rank] = RankState.RESTARTING
-        self.restarts[role] += len(ranks)
-        return ranks
-
-    def end_restart(self, role: str, ranks: Sequence[int], *, finished: bool) -> None:
-        """Take those of `ranks` back that did not fail again; or, when not `finished`, as if never started again."""
-        restarting = [rank for rank in self._ranks(role, RankState.RESTARTING) if rank in ranks]
-        for rank in restarting:
-            self._states[role, rank] = RankState.RUNNING if finished else RankState.FAILED
-        if not finished:
-            self.restarts[role] -= len(restarting)
+    @contextmanager
+    def building(self, role: str, ranks: Sequence[int], state: RankState) -> Iterator[None]:
+        """Keep ranks in this state, RESTARTING (which counts as a restart of each) or JOINING, while the block builds
+        them. At its end those run that did not fail meanwhile; when it raises they are as before."""
+        after = {rank: self._states[role, rank] for rank in ranks}  # where the block raises
+        self._states |= {(role, rank): state for rank in ranks}
+        self.restarts[role] += len(ranks) * (state is RankState.RESTARTING)
+        try:
+            yield
+            after = dict.fromkeys(ranks, RankState.RUNNING)
+        finally:
+            for rank in [rank for rank in ranks if self._states[role, rank] is state]:
+                self._states[role, rank] = after[rank]
+                self.restarts[role] -= after[rank] is RankState.FAILED
 
     def remark(self, role: str) -> str:
         """Return what a failure of `role` should say about earlier restarts."""

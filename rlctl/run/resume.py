@@ -26,7 +26,8 @@ from specs.schema.spec import Spec
 _MAY_CHANGE = (
     *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s"),
     *("run.stall_timeout_s", "run.colocate"),
-    *("run.max_memory_growth_GiB", "checkpoint", "cluster", "eval", "tracking", "sync", "model.attn_implementation"),
+    "run.max_memory_growth_GiB",  # of earlier versions
+    *("checkpoint", "cluster", "eval", "tracking", "sync", "model.attn_implementation"),
     *("reward.workers", "reward.timeout_s", "rollout.max_probe_gap"),
     *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "rollout.max_staleness", "rollout.max_restarts"),
     *("rollout.min_processes", "rollout.first_node", "reward.max_restarts", "reward.min_processes"),

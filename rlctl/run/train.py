@@ -14,7 +14,6 @@ from typing import Any
 from rich.text import Text
 
 from rlctl.loop.driver import Driver, UpdateWindow
-from rlctl.loop.memory_watch import MemoryWatch
 from rlctl.loop.step_metrics import idle_s
 from rlctl.memory import compare as memory
 from rlctl.memory.fit import fit_problems
@@ -40,7 +39,6 @@ from specs.errors import (
     GradingError,
     Interrupted,
     LogprobGapError,
-    MemoryGrowthError,
     NotFiniteError,
     RlctlError,
     RoleFailure,
@@ -53,7 +51,7 @@ from specs.schema.metric import Metric
 from specs.terminal import json_text
 
 # The roles still answer: what they reached can be saved.
-STOPPED = (GradingError, Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
+STOPPED = (GradingError, Interrupted, LogprobGapError, NotFiniteError)
 
 
 def train(
@@ -242,7 +240,6 @@ class Steps:
     def __post_init__(self) -> None:
         self.spec = self.run.spec
         self.report = RunningReport(self.run.path)
-        self.memory_watch = MemoryWatch(self.spec.run.max_memory_growth_GiB, self.progress.warning)
 
     def take(self) -> None:
         """Take all steps that are left. Where a person or a limit ends them early, the last finished one is saved."""
@@ -286,7 +283,6 @@ class Steps:
             self._log(record.metrics, record.samples)
             self.progress.step(record.metrics)
             self.report.follow(step)
-        self.memory_watch.see(record.metrics, step)
         if step % spec.checkpoint.every == 0 or last:
             self.saver.save(self.driver, step)
         self.interrupt.check()

@@ -96,16 +96,17 @@ class Role:
 
 ACTOR, REF, CRITIC, ROLLOUT, DATA, REWARD = "actor", "ref", "critic", "rollout", "data", "reward"
 REWARD_MODEL = "reward_model"
+_FROZEN, _SCORES = "workers.roles.trainer:handlers", "workers.roles.score_learner:handlers"
 
 # In the order in which problems name them: what is wished for a trainer's model is said before what follows from it.
 ROLES: dict[RoleName, Role] = {
     role.name: role
     for role in (
         Role(ACTOR, "learner", "the actor", wave=2),
-        Role(REF, "frozen", "the reference", wave=2, inherits=ACTOR, needed_if="needs_ref_role"),
-        Role(CRITIC, "learner", "the critic", wave=2, inherits=ACTOR, needed_if="needs_critic", head="value"),
+        Role(REF, "frozen", "the reference", wave=2, inherits=ACTOR, needed_if="needs_ref_role", worker=_FROZEN),
+        Role(CRITIC, "learner", "the critic", 2, ACTOR, needed_if="needs_critic", head="value", worker=_SCORES),
         # Built first: on shared devices it has left before a rollout measures what is free.
-        Role(REWARD_MODEL, "score_model", "the reward model", wave=0, needed_if="needs_reward_model", head="reward"),
+        Role(REWARD_MODEL, "score_model", "the reward model", 0, "", "needs_reward_model", "reward", worker=_SCORES),
         Role(ROLLOUT, "sampler", "the rollout", wave=1, needed_if="generates"),
         # [data] says what it reads, [reward] where it runs.
         Role(DATA, "data", "the data role", wave=0, inherits=REWARD),

@@ -34,9 +34,6 @@ class RunSection(Table):
     colocate: Literal["auto", "always", "never"] = "auto"
     """Whether trainers and rollouts take turns on their devices (offload and sleep between phases). `auto`: when
     they name the same GPU. `always` also works on CPU, where it saves host memory."""
-    max_memory_growth_GiB: float = Field(4.0, gt=0)
-    """How much more than at first a role may hold after it has left a shared device, if it grows steadily, step by
-    step; then the run stops."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Seconds a role may take to start and build its model."""
     verb_timeout_s: float = Field(1800.0, gt=0)

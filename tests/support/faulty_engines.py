@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LEAKED_MIB = 12  # kept of every sleep
 LIES_FROM = 3  # the call of `generate` from which on log-probs are wrong: before the first step there is none
 
 TABLES = '''
@@ -14,10 +13,6 @@ from typing import Literal
 
 from specs.schema.engines.fake_tables import FakeRolloutTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
-
-
-class LeakingTable(FakeRolloutTable):
-    kind: Literal["leaking"] = "leaking"
 
 
 class LyingFakeTable(FakeRolloutTable):
@@ -33,17 +28,7 @@ class LyingTorchTable(TorchRolloutTable):
 '''
 
 FAKE = f'''
-import numpy as np
-
 from backends.fake.fake_rollout import FakeRolloutEngine
-
-
-class Leaking(FakeRolloutEngine):
-    """Keeps memory of each sleep for good."""
-
-    def sleep(self, level):
-        super().sleep(level)
-        self.kept = [*getattr(self, "kept", ()), np.ones({LEAKED_MIB} * 2**17)]
 
 
 def lying(base):
@@ -77,10 +62,8 @@ LyingTorch = lying(TorchRolloutEngine)
 """
 
 ENTRY_POINTS = """[rlctl.engines]
-rollout.leaking = faulty_engines_package.fake:Leaking
 rollout.lying-fake = faulty_engines_package.fake:LyingFake
 rollout.lying-torch = faulty_engines_package.with_torch:LyingTorch
-table.rollout.leaking = faulty_engines_package.tables:LeakingTable
 table.rollout.lying-fake = faulty_engines_package.tables:LyingFakeTable
 table.rollout.lying-torch = faulty_engines_package.tables:LyingTorchTable
 """

@@ -30,6 +30,7 @@ from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
 from specs.load.load import load_spec
 from specs.schema.recipes import RlSpec
+from specs.schema.roles import ROLES
 from specs.wire.messages import Verb
 
 
@@ -51,7 +52,8 @@ class LocalGroups(dict[str, LocalGroup]):
 
     def start(self, roles: Sequence[str]) -> None:
         for role in roles:
-            handlers, size = import_module(f"workers.roles.{role}").handlers, self.spec.role(role).processes
+            module, _, name = (ROLES[role].worker or f"workers.roles.{role}:handlers").partition(":")
+            handlers, size = getattr(import_module(module), name), self.spec.role(role).processes
             self[role] = LocalGroup(role, [handlers(Rank(rank, size)) for rank in range(size)])
 
     def close(self) -> None:

@@ -27,15 +27,15 @@ def actor(rank: Rank) -> Handlers:
 
 
 def ref(rank: Rank) -> Handlers:
-    return _sabotaged("ref", rank)
+    return _sabotaged("trainer", rank)
 
 
 def rollout(rank: Rank) -> Handlers:
     return _sabotaged("rollout", rank)
 
 
-def _sabotaged(role: str, rank: Rank) -> Handlers:
-    own: Handlers = import_module(f"workers.roles.{role}").handlers(rank)
+def _sabotaged(worker: str, rank: Rank) -> Handlers:
+    own: Handlers = import_module(f"workers.roles.{worker}").handlers(rank)
     active = ExitStack()
     if name := os.environ.get("SABOTAGE"):
         active.enter_context(SABOTAGES[name]())

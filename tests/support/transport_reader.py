@@ -2,29 +2,18 @@
 
 `{"begin": offer, "transport": …, "options": …, "replica": …}`, `{"read": bucket, "entries": […]}`, which answers the
 bytes' checksum of each weight, `{"blocks": nbytes}`, which answers that of so much of a stream, and `{"rest": true}`;
-every answer is a line too. With `"share": nbytes` beside "begin", memory for one weight, "0", is shared, and
-`{"arrivals": nbytes}` answers its checksum.
+every answer is a line too.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import sys
 
 import numpy as np
-from numpy.typing import NDArray
 
-from backends.protocol import WeightMemory
 from backends.weights.checksum import Digest, checksum_bytes
 from workers.transports import open_reader
-
-
-def memory(nbytes: int) -> tuple[WeightMemory, NDArray[np.uint8]]:
-    descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, nbytes)
-    return WeightMemory(descriptor, {"0": 0}), np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
 
 
 def main() -> None:
@@ -34,15 +23,7 @@ def main() -> None:
         answer: object = "ok"
         if "begin" in told:
             reader = reader or open_reader(told["transport"], told["options"], told["replica"])
-            if "share" in told:
-                shared, held_U = memory(told["share"])
-                reader.begin(told["begin"], lambda shared=shared: shared)
-            else:
-                reader.begin(told["begin"])
-        elif "arrivals" in told:
-            assert sum(reader.arrivals(told["arrivals"])) == len(held_U)
-            reader.flush()
-            answer = checksum_bytes(held_U)
+            reader.begin(told["begin"])
         elif "blocks" in told:
             digest = Digest()
             for block_U in reader.blocks(told["blocks"]):

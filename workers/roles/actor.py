@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from backends.protocol import Rank
-from specs.schema.roles import ACTOR, RoleName
 from specs.wire import bodies
 from specs.wire.messages import Verb
 from workers.roles.learner import Learner
@@ -17,8 +16,6 @@ from workers.transports.ends import Exporter
 
 class Actor(Learner):
     """A rank of the actor."""
-
-    role: ClassVar[RoleName] = ACTOR
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)

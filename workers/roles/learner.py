@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from safetensors import SafetensorError
 
 from backends import memory
 from backends.protocol import LossScale
 from specs.errors import PeerGone, RlctlError
-from specs.schema.roles import PROOF_FILES, ROLES, RoleName
+from specs.schema.roles import PROOF_FILES, ROLES
 from specs.wire import bodies
 from specs.wire.messages import Verb
 from workers.roles.trainer import Trainer
@@ -22,8 +22,6 @@ from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 
 class Learner(Trainer):
     """A rank whose model learns."""
-
-    role: ClassVar[RoleName]
 
     def proof(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Mapping[str, Any]:
         """Return what the model completes these prompts with now. All ranks compute it together."""
@@ -76,7 +74,7 @@ class Learner(Trainer):
             return {"files": {}, "unproven": f"{type(error).__name__}: {error}"}
         if self.rank.rank != 0:
             return {"files": {}}
-        path = folder / PROOF_FILES[ROLES[self.role].head]
+        path = folder / PROOF_FILES[ROLES[self.config.role].head]
         path.write_text(json.dumps({"prompts": asked.proof_prompts, **proof}))
         return {"files": settle(folder, [path])}
 

@@ -1,4 +1,4 @@
-"""Base of the roles that learn a number for each token: critic and reward model."""
+"""The roles whose model gives numbers: a critic for each token, a reward model for each sequence, in its own tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from backends.protocol import Rank
 from specs.wire.batch import Batch
+from specs.wire.messages import Verb
 from workers.roles.learner import Learner
+from workers.serve import Handler
 
 
 class ScoreLearner(Learner):
@@ -22,3 +25,7 @@ class ScoreLearner(Learner):
         value_T = self.engine.values(batch.with_columns(loss_mask_T=batch.predicted_T))
         pieces = np.split(value_T, batch.offsets[1:-1])
         return {"values": [piece[1:].tolist() for piece in pieces], "dtype": self.config.model.dtype}
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return ScoreLearner(rank).handlers()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backends import activity
-from backends.protocol import TrainEngine
+from backends.protocol import Rank, TrainEngine
 from backends.registry import train_engine
 from specs.wire import bodies
 from specs.wire.messages import Verb
@@ -62,3 +62,8 @@ class Trainer(EngineRank[TrainEngine]):
             Verb.CLOSE: self.close,
         }
         return typed(verbs, {Verb.BUILD: TrainConfig})
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    """Make the handlers of a model that never learns, such as the reference."""
+    return Trainer(rank).handlers()

@@ -7,18 +7,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.protocol import Buffer, WeightMemory
+from backends.protocol import Buffer
 
 ALIGNMENT = 64  # bytes; keeps every tensor aligned for vector loads
 FOLDER_PREFIX = "rlctl-sync-"  # prefix of files that a transport writes into a shared folder
-Share = Callable[[], WeightMemory | None]  # `RolloutEngine.share_weights`
 Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, and the offset of its first byte
 
 
@@ -71,7 +70,7 @@ class BlockWriter(Writer):
     """All weights are one bucket, which readers read while it is written."""
 
     @abstractmethod
-    def blocks(self, name: str, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
         """Memory for the `nbytes` of a weight, the next of the stream, block by block. A block goes to the readers when
         the next one is asked for, or the end, and comes back when all of them are done with it. Raises PeerGone when
         a reader is gone, PeerLate when one does not go on."""
@@ -107,23 +106,10 @@ class BucketReader(Reader):
 
 
 class BlockReader(Reader):
-    @property
-    @abstractmethod
-    def in_place(self) -> bool:
-        """Whether the writer writes into memory from `share` in this pass."""
-
-    @abstractmethod
-    def begin(self, offer: Mapping[str, Any], share: Share = lambda: None) -> None:
-        """`share` is asked where the writer would write straight into the reader's own memory."""
-
     @abstractmethod
     def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
         """The next `nbytes` of the stream, cut as the writer cut them. A block is gone when the next one is asked for.
-        Raises what the writer's `blocks` raises. Not `in_place`."""
-
-    @abstractmethod
-    def arrivals(self, nbytes: int) -> Iterator[int]:
-        """Do the same as `blocks`, for a weight that is written in place: how many more of its bytes are there."""
+        Raises what the writer's `blocks` raises."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -145,7 +145,7 @@ class Exporter:
         try:
             for weight in weights:
                 if self.writer is not None:
-                    blocks = self.writer.blocks(weight.spec.name, weight.spec.nbytes)
+                    blocks = self.writer.blocks(weight.spec.nbytes)
                     sent.append((weight.spec, weight.copy_in_blocks(blocks)))
             if self.writer is not None:
                 self.writer.flush()
@@ -207,10 +207,7 @@ class Importer:
         """Check that the announced specs (None: those of the last pass) fit the engine, and connect to the writer."""
         if specs is not None:
             self._expect_all(specs, form)
-        if isinstance(self.reader, BlockReader):
-            self.reader.begin(offer, self.engine.share_weights)
-        else:
-            self.reader.begin(offer)
+        self.reader.begin(offer)
         self.missing = set(self.expected)
 
     def _expect_all(self, specs: Sequence[WeightSpec], form: WeightForm) -> None:
@@ -286,10 +283,7 @@ class Importer:
         checksums = {}
         try:
             for spec in self.announced:
-                if reader.in_place:
-                    checksums[spec.name] = self.engine.import_in_place(spec, reader.arrivals(spec.nbytes))
-                else:
-                    checksums[spec.name] = self.engine.import_in_blocks(spec, reader.blocks(spec.nbytes))
+                checksums[spec.name] = self.engine.import_in_blocks(spec, reader.blocks(spec.nbytes))
                 activity.count("weight")
             reader.flush()
         except BaseException:

@@ -76,7 +76,7 @@ class UnixPeer:
         """Return what the other end's `send_place` was given. Before the first signal of a pass."""
         self._wait()
         with self._reaching:
-            place, descriptors, *_ = socket.recv_fds(self._socket, 1, 2)
+            place, descriptors, *_ = socket.recv_fds(self._socket, 1, 1)
         return self._known(place), descriptors
 
     def _wait(self) -> None:

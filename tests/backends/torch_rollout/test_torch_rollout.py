@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from in_place import write_in_place
 from rollout_helpers import VOCAB, answer, make_prompts, rollout_config, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -19,7 +18,7 @@ from backends.hf.hf_model import build_model, named_weights, tensor_bytes
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.torch_rollout.fused import FusedForward
-from specs.errors import ModelError, RlctlError, SyncError
+from specs.errors import ModelError, RlctlError
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
 
@@ -175,40 +174,6 @@ def test_weights_that_diverged_are_named(tmp_path: Path) -> None:
         answer(engine, make_prompts())
 
 
-# ── weights written in place ───────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_weights_written_in_place_are_those_that_sample(tmp_path: Path, first: bool) -> None:
-    """Shared before the first weights came, or after: what was joined for the fused path stays joined, without a
-    copy."""
-    engine, model = build(folder_of("qwen2-tied", tmp_path))
-    if first:
-        engine = TorchRolloutEngine.build(engine.config, Rank())
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    new = named_weights(model)
-    expected = engine_with(model, engine.config)
-    for _ in range(2):
-        write_in_place(engine, new)
-        assert answer(engine, make_prompts(4, 2)) == answer(expected, make_prompts(4, 2))
-    memory = {tensor.untyped_storage().data_ptr() for tensor in engine._weights.values()}
-    assert len(memory) == 1
-    if isinstance(engine._forward, FusedForward):
-        joined = [*engine._forward.qkv, *engine._forward.gate_up]
-        assert {each.weight.untyped_storage().data_ptr() for each in joined} == memory
-
-
-def test_half_written_weights_answer_nothing(tmp_path: Path) -> None:
-    """From the moment that others may write, and so when they have gone."""
-    engine, _ = build(folder_of("qwen2", tmp_path))
-    answer(engine, make_prompts(2, 1))
-    assert engine.share_weights() is not None
-    with pytest.raises(SyncError, match="no complete set of weights"):
-        answer(engine, make_prompts(2, 1))
-
-
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -217,7 +182,6 @@ import sys
 import numpy as np, psutil, torch
 sys.path[:0] = [{repository!r}, {helpers!r}]
 from pathlib import Path
-from in_place import write_in_place
 from rollout_helpers import answer, give_weights, make_prompts, rollout_config
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
@@ -226,8 +190,6 @@ from specs.wire.role_config import Sampling
 def resident(): return psutil.Process().memory_info().rss / 2**20
 engine = TorchRolloutEngine.build(rollout_config(Path({folder!r}), max_sequences=128), Rank())
 give_weights(engine, scale=0.02)
-if {shared}:
-    actors = write_in_place(engine, {{name: tensor.clone() for name, tensor in engine._weights.items()}})
 weights = sum(spec.nbytes for spec in engine.weight_specs()) / 2**20
 answer(engine, make_prompts(64, 2), Sampling(seed=0, max_response_tokens=2))
 with torch.inference_mode():
@@ -245,12 +207,11 @@ print(weights, cache, awake, one, two, resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory as Linux counts it")
-@pytest.mark.parametrize("shared", [False, True])
-def test_sleep_gives_memory_back_to_the_system(tmp_path: Path, shared: bool) -> None:
+def test_sleep_gives_memory_back_to_the_system(tmp_path: Path) -> None:
     wide = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
     folder = write_model(tmp_path / "model", **wide, num_attention_heads=16, num_key_value_heads=16)
     paths = {"repository": str(REPOSITORY), "helpers": str(REPOSITORY / "tests" / "support"), "folder": str(folder)}
-    script = SLEEPER.format(**paths, shared=shared)
+    script = SLEEPER.format(**paths)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=400, env=environment, check=False
@@ -260,6 +221,5 @@ def test_sleep_gives_memory_back_to_the_system(tmp_path: Path, shared: bool) -> 
     assert weights > 100
     assert cache > 90
     assert awake - one > 0.9 * cache, "level 1 frees the cache"
-    mappings = 2 if shared else 1  # and each counts
-    assert one - two > 0.9 * weights * mappings, "level 2 frees the weights, whoever else maps them"
-    assert again < awake + (1.5 - mappings) * weights, "and nothing is held twice after waking"
+    assert one - two > 0.9 * weights, "level 2 frees the weights"
+    assert again < awake + 0.5 * weights, "and nothing is held twice after waking"

@@ -12,7 +12,7 @@ import zmq
 from flood import flooded
 from probe_groups import wait_until
 
-from rlctl.processes.channel import Event, Hub, Joined, Received, Silent
+from rlctl.processes.channel import Event, Hub, Member, Received, Silent
 from specs.errors import ChannelError
 from specs.wire.messages import Kind, Message, Verb, parse
 from workers.connection import Dial, Link
@@ -66,8 +66,7 @@ def test_hundreds_of_ranks_may_come_at_once() -> None:
                 who = {"role": "rollout", "rank": rank, "pid": 1, "host": "h"}
                 dealer.send_multipart(Message(Kind.HELLO, who).frames())
             time.sleep(1.0)
-        joined = [_next(hub, Joined) for _ in range(count)]
-        assert {event.member.rank for event in joined if isinstance(event, Joined)} == {*range(count)}
+        assert {_next(hub, Member).rank for _ in range(count)} == {*range(count)}
     finally:
         context.destroy(linger=0)
         hub.close()
@@ -160,9 +159,9 @@ def _echo_times(hub: Hub, link: Link, done: Callable[[], bool]) -> list[float]:
 def _join(hub: Hub, rank: int = 0) -> Link:
     link = Link(_dial(hub, rank))
     link.connect(20)  # the hub's second thread answers
-    event = _next(hub, Joined)
-    assert isinstance(event, Joined)
-    assert (event.member.role, event.member.rank, event.member.pid) == ("actor", rank, os.getpid())
+    member = _next(hub, Member)
+    assert isinstance(member, Member)
+    assert (member.role, member.rank, member.pid) == ("actor", rank, os.getpid())
     return link
 
 

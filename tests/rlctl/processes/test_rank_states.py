@@ -1,8 +1,6 @@
-"""The table of rank states: every pair of states, what each report leads to in each, and how restarts are counted."""
+"""The table of rank states: what each report leads to in each state, and how restarts are counted."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 
@@ -40,13 +38,7 @@ REPORTS = {
     "stalled": lambda ranks: ranks.fail(Evidence(*RANK, Cause.STALLED, "")),
     "raised": lambda ranks: ranks.fail(Evidence(*RANK, Cause.RAISED, "")),
     "not built": lambda ranks: ranks.fail(Evidence(*RANK, Cause.RAISED, ""), unbuilt=True),
-    "joining begins": lambda ranks: ranks.begin_joining("rollout", ranks.late("rollout")),
-    "joining finished": lambda ranks: ranks.end_joining("rollout", [1], finished=True),
-    "joining broken off": lambda ranks: ranks.end_joining("rollout", [1], finished=False),
     "grace over": lambda ranks: ranks.newly_failed(),
-    "restart begins": lambda ranks: ranks.begin_restart("rollout"),
-    "restart finished": lambda ranks: ranks.end_restart("rollout", [1], finished=True),
-    "restart broken off": lambda ranks: ranks.end_restart("rollout", [1], finished=False),
 }
 # Where a report moves the rank, with two restarts left. Everywhere else it stays where it is.
 MOVES = {
@@ -58,31 +50,42 @@ MOVES = {
     (S.RUNNING, "engine died"): S.FAILING,
     (S.RUNNING, "stalled"): S.FAILING,
     (S.FAILING, "grace over"): S.FAILED,
-    (S.FAILED, "restart begins"): S.RESTARTING,
     (S.RESTARTING, "ended"): S.FAILING,
     (S.RESTARTING, "silent"): S.FAILING,
     (S.RESTARTING, "engine died"): S.FAILING,
     (S.RESTARTING, "stalled"): S.FAILING,
-    (S.RESTARTING, "restart finished"): S.RUNNING,
-    (S.RESTARTING, "restart broken off"): S.FAILED,
     **{
         (state, failure): S.FAILING
         for state in (S.LATE, S.JOINING)
         for failure in ("ended", "silent", "engine died", "stalled", "not built")
     },
-    (S.LATE, "joining begins"): S.JOINING,
-    (S.JOINING, "joining finished"): S.RUNNING,
-    (S.JOINING, "joining broken off"): S.LATE,
 }
 
 
-@pytest.mark.parametrize(("state", "report"), list(itertools.product(S, REPORTS)))
-def test_what_a_report_leads_to(state: RankState, report: str) -> None:
-    ranks = ranks_in(state)
+@pytest.mark.parametrize("report", REPORTS)
+def test_what_a_report_leads_to(report: str) -> None:
+    for state in S:
+        ranks = ranks_in(state)
+        ranks.allow_restarts(RestartPolicy("rollout", 3))
+        REPORTS[report](ranks)
+        assert ranks[RANK] is MOVES.get((state, report), state), state
+        assert ranks["rollout", 0] is (S.STARTING if state is S.STARTING else S.RUNNING), "the other one is left alone"
+
+
+@pytest.mark.parametrize(("before", "during"), [(S.FAILED, S.RESTARTING), (S.LATE, S.JOINING)])
+def test_what_is_built_runs_then_or_is_as_before(before: RankState, during: RankState) -> None:
+    ranks = ranks_in(before)
+    with ranks.building("rollout", [1], during):
+        assert ranks[RANK] is during
+    assert (ranks[RANK], ranks.restarts["rollout"]) == (S.RUNNING, during is S.RESTARTING)
+    ranks = ranks_in(before)
+    with pytest.raises(KeyboardInterrupt), ranks.building("rollout", [1], during):
+        raise KeyboardInterrupt
+    assert (ranks[RANK], ranks.restarts["rollout"]) == (before, 0)
     ranks.allow_restarts(RestartPolicy("rollout", 3))
-    REPORTS[report](ranks)
-    assert ranks[RANK] is MOVES.get((state, report), state)
-    assert ranks["rollout", 0] is (S.STARTING if state is S.STARTING else S.RUNNING), "the other one is left alone"
+    with ranks.building("rollout", [1], during):
+        assert ranks.fail(ENDED)
+    assert ranks[RANK] is S.FAILING, "it has failed meanwhile"
 
 
 def test_a_run_begins_without_some_as_long_as_enough_come() -> None:
@@ -98,9 +101,8 @@ def test_a_run_begins_without_some_as_long_as_enough_come() -> None:
     assert not ranks.fail(Evidence("rollout", 3, Cause.RAISED, ""), unbuilt=True)
     ranks.newly_failed()
     assert (ranks.dropped("rollout"), ranks.late("rollout"), ranks.absent("rollout")) == ([1], [2], [1, 2])
-    ranks.begin_joining("rollout", [2])
-    assert ranks.absent("rollout") == [1, 2], "not yet built"
-    ranks.end_joining("rollout", [2], finished=True)
+    with ranks.building("rollout", [2], S.JOINING):
+        assert ranks.absent("rollout") == [1, 2], "not yet built"
     assert ranks.absent("rollout") == [1]
     assert ranks.fail(Evidence("rollout", 0, Cause.ENDED, "")), "now one may go"
 
@@ -143,16 +145,15 @@ def test_restarts_are_counted_and_run_out() -> None:
     assert (ranks.restarts_used("rollout"), ranks.restarts["rollout"], ranks.newly_failed()) == (2, 0, []), (
         "in its grace it counts already"
     )
-    assert ranks.begin_restart("rollout") == [1]
-    ranks.end_restart("rollout", [1], finished=False)
+    with pytest.raises(KeyboardInterrupt), ranks.building("rollout", [1], S.RESTARTING):
+        raise KeyboardInterrupt
     assert (ranks.restarts_used("rollout"), ranks.restarts["rollout"], ranks.remark("rollout")) == (2, 0, "")
-    ranks.begin_restart("rollout")
-    assert ranks.fail(ENDED), "lost again: the third of three"
-    ranks.end_restart("rollout", [1], finished=False)
+    with ranks.building("rollout", [1], S.RESTARTING):
+        assert ranks.fail(ENDED), "lost again: the third of three"
     assert (ranks[RANK], ranks.restarts["rollout"]) == (S.FAILING, 1), "it was lost by itself, and that restart counts"
     ranks.newly_failed()
-    ranks.begin_restart("rollout")
-    ranks.end_restart("rollout", [1], finished=True)
+    with ranks.building("rollout", [1], S.RESTARTING):
+        pass
     assert not ranks.fail(ENDED)
     assert ranks.remark("rollout") == " (rollout ranks were started again 2 times before; rollout.max_restarts = 3)"
     assert ranks.remark("actor") == ""

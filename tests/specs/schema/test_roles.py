@@ -15,7 +15,7 @@ from specs.schema.roles import ROLES, build_waves
 @pytest.mark.parametrize("role", ROLES.values(), ids=str)
 def test_every_role_is_whole(role) -> None:
     assert role.name in RlSpec.model_fields
-    assert find_spec(f"workers.roles.{role.name}")
+    assert find_spec((role.worker or f"workers.roles.{role.name}").partition(":")[0])
     assert not role.inherits or role.inherits in ROLES
     assert not role.needed_if or isinstance(getattr(RlSpec, role.needed_if), property)
     assert ("engine" in RlSpec.section_class(role.name).model_fields) == role.holds_model

@@ -34,7 +34,7 @@ DERIVED = ("roles", "evaluations", "samples_per_step", "max_sequence_tokens")
 # Keys that act only while a run goes on. Each has its test where it acts.
 AT_RUN_TIME = {
     *(f"run.{key}_timeout_s" for key in ("start", "verb", "stall", "heartbeat")),
-    *("run.max_memory_growth_GiB", "reward.max_restarts", "reward.min_processes", "rollout.top_p", "rollout.top_k"),
+    *("reward.max_restarts", "reward.min_processes", "rollout.top_p", "rollout.top_k"),
     *("rollout.repeatable", "rollout.in_flight", "eval.every", "checkpoint.every", "checkpoint.keep"),
     *("sync.bucket_MiB", "cluster.kind", "cluster.address"),
     *(f"algorithm.correction.{key}" for key in ("level", "mode", "low", "high")),

@@ -1,21 +1,18 @@
-"""The transport over shared memory by itself: blocks of any length to several readers, the memory that a lone one
-shares, ends that go away or stand still."""
+"""The transport over shared memory by itself: blocks of any length to several readers, ends that go away or stand
+still."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from reader_process import ReaderProcess
 
-from backends.protocol import WeightMemory
 from backends.weights.checksum import checksum_bytes
 from specs.errors import PeerGone, PeerLate
 from specs.memory_parts import BLOCK_BYTES, BLOCKS
@@ -39,10 +36,10 @@ def writer():
 
 
 def write(writer, *contents):
-    """A pass of weights called 0, 1, …"""
-    for number, content_U in enumerate(contents):
+    """A pass of weights."""
+    for content_U in contents:
         start = 0
-        for block_U in writer.blocks(str(number), len(content_U)):
+        for block_U in writer.blocks(len(content_U)):
             block_U[:] = content_U[start : start + len(block_U)]
             start += len(block_U)
     writer.flush()
@@ -111,83 +108,6 @@ def test_no_block_is_written_again_before_every_reader_is_done(writer):
     slow.close()
 
 
-class Memory:
-    """Weights that lie apart in memory that can be shared."""
-
-    def __init__(self, *sizes):
-        self.descriptor = os.memfd_create("test")
-        places = np.cumsum([4096, *(size + 64 for size in sizes)]).tolist()
-        os.ftruncate(self.descriptor, places[-1])
-        self.bytes_U = np.frombuffer(mmap.mmap(self.descriptor, places[-1]), dtype=np.uint8)
-        self.weights = [self.bytes_U[place : place + size] for place, size in zip(places[:-1], sizes, strict=True)]
-        self.shared = WeightMemory(self.descriptor, {str(number): place for number, place in enumerate(places[:-1])})
-
-    def between(self):
-        copy_U = self.bytes_U.copy()
-        for start, size in zip(self.shared.place.values(), map(len, self.weights), strict=True):
-            copy_U[start : start + size] = 0
-        return copy_U
-
-    def arrive(self, reader):
-        """What is there when it is said to be there."""
-        arrived = []
-        for weight_U in self.weights:
-            pieces, start = [], 0
-            for nbytes in reader.arrivals(len(weight_U)):
-                pieces.append(weight_U[start : start + nbytes].copy())
-                start += nbytes
-            arrived.append(np.concatenate(pieces))
-        reader.flush()
-        return arrived
-
-
-def test_a_lone_reader_gets_its_weights_where_it_wants_them(writer):
-    """From pass to pass: the same memory, other memory, none at all, and memory again."""
-    sizes = [3 * RING_BYTES + 5, 1, BLOCK_BYTES]
-    first, other = Memory(*sizes), Memory(*sizes)
-    reader = ShmReader({}, 0)
-    for step, memory in enumerate((first, first, other, None, first)):
-        share = (lambda: None) if memory is None else (lambda memory=memory: memory.shared)
-        reader.begin(writer.begin(sizes, 2, 1, renew=step == 0), share)
-        assert reader.in_place == (memory is not None)
-        contents = [random_bytes(size, seed=size + step) for size in sizes]
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(read, reader, *sizes) if memory is None else pool.submit(memory.arrive, reader)
-            write(writer, *contents)
-            for got_U, sent_U in zip(reading.result(150), contents, strict=True):
-                np.testing.assert_array_equal(got_U, sent_U)
-        if memory is not None:
-            assert not memory.between().any()
-    for last_U, sent_U in zip(other.weights, first.weights, strict=True):
-        assert not np.array_equal(last_U, sent_U), "memory that is not shared any more is not written any more"
-    reader.close()
-
-
-def test_lent_memory_is_not_held_by_the_writer(writer):
-    """100 MiB of the rollout's, written here: neither now nor as a peak does the actor hold it."""
-    from backends import memory
-
-    reader = ReaderProcess()
-    size = 100 * 2**20
-    offer = writer.begin([size], 2, 1, renew=True)
-    assert reader.ask({"begin": offer, "transport": "shm", "options": {}, "replica": 0, "share": size}) == "ok"
-    before, peak = memory.held_GiB("cpu") - held_by(reader), memory.peak_GiB("cpu")
-    content_U = random_bytes(size)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.ask, {"arrivals": size})
-        write(writer, content_U)
-        assert reading.result(60) == checksum_bytes(content_U)
-    own = len(content_U) / memory.GIB
-    assert memory.held_GiB("cpu") - held_by(reader) - before - own < 0.02
-    assert memory.peak_GiB("cpu") - peak - own < 0.02
-    reader.end()
-
-
-def held_by(reader):
-    status = Path(f"/proc/{reader.process.pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon", "RssShmem"))) / 2**20
-
-
 @pytest.mark.usefixtures("warm_children")
 def test_a_killed_reader_ends_the_pass_at_once_and_another_takes_its_place(writer):
     content_U = random_bytes(3 * RING_BYTES)
@@ -221,7 +141,7 @@ def test_a_reader_that_dies_before_it_is_met_leaves_no_name(writer):
 def test_a_reader_hears_that_the_writer_gave_up(writer):
     reader = ShmReader({}, 0)
     reader.begin(writer.begin([], 2, 1, renew=True))
-    next(writer.blocks("w", 1))
+    next(writer.blocks(1))
     writer.close()
     with pytest.raises(PeerGone, match="the actor left the transport"):
         read(reader, 1)
@@ -259,7 +179,7 @@ try:
     reader.begin(writer.begin([], 2, 1, renew=True))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(lambda: [block_U.tobytes() for block_U in reader.blocks(3)])
-        for block_U in writer.blocks("w", 3):
+        for block_U in writer.blocks(3):
             block_U[:] = 7
         pool.submit(reader.flush)
         writer.flush()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_windows import without_a_gpu
-from local_group import LocalGroup, ThreadsCall
+from local_group import ThreadsCall
 from reader_process import ReaderProcess
 from syncing import build, send_instead, wire_bytes
 
@@ -26,8 +26,7 @@ from workers.transports.shm_segment import SharedSegment, folders
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "specs" / "builtin" / "tiny-digits"
-TRANSPORTS = ("shm", "shm in place", "folder", "folder in deltas", "group", "cuda_ipc")
-IN_PLACE = " in place"  # to one rollout, which shares its memory
+TRANSPORTS = ("shm", "folder", "folder in deltas", "group", "cuda_ipc")
 IN_DELTAS = " in deltas"
 BUCKET_BYTES = 1 << 16
 
@@ -38,7 +37,7 @@ def transport_of(kind, folder):
         "folder in deltas": {"folder": str(folder), "delta": True},
         "group": {"address": "127.0.0.1", "device": "cpu"},
     }
-    return Transport(kind.removesuffix(IN_PLACE).removesuffix(IN_DELTAS), kind, options.get(kind, {}))
+    return Transport(kind.removesuffix(IN_DELTAS), kind, options.get(kind, {}))
 
 
 class Roles:
@@ -47,20 +46,13 @@ class Roles:
     def __init__(self, dtype):
         self.dtype = dtype
         self.actor, self.rollouts, self.groups, self.vocab = build("torch", replicas=2, dtype=dtype)
-        self.first_alone = LocalGroup("rollout", self.groups[1].handlers[:1])
 
     def sync(self, transport, bucket_bytes=BUCKET_BYTES):
-        gap, rollout = 2e-3 if self.dtype == "fp32" else 0.15, self.group_on(transport)
+        gap, rollout = 2e-3 if self.dtype == "fp32" else 0.15, self.groups[1]
         return WeightSync(
             self.groups[0], rollout, Residency(False, [rollout]), transport=transport, dtype=self.dtype,
             bucket_bytes=bucket_bytes, temperature=0.7, tolerance=Tolerance(gap), vocab=self.vocab,
         )  # fmt: skip
-
-    def group_on(self, transport):
-        return self.first_alone if transport.why.endswith(IN_PLACE) else self.groups[1]
-
-    def rollouts_on(self, transport):
-        return self.rollouts[: self.group_on(transport).size]
 
     def leave_transport(self):
         self._close_ends()
@@ -99,7 +91,7 @@ def transport(request, tmp_path, monkeypatch):
     yield transport_of(request.param, tmp_path)
     assert os.listdir(tmp_path) == []
     if request.param != "group":  # its readers share memory as soon as they have met
-        assert bool(made) == request.param.startswith("shm")
+        assert bool(made) == (request.param == "shm")
     assert not [path for folder in folders() for path in folder.glob(f"rlctl-{os.getpid()}-*")]
 
 
@@ -120,8 +112,7 @@ def test_every_weight_arrives_and_again_after_a_change(both, transport, bucket_b
             parameter.data.mul_(1 + 0.001 * step)
         report = sync.run(step)
         assert report.nbytes == sum(spec.nbytes for spec in engine.weight_specs(both.dtype))
-        for rollout in both.rollouts_on(transport):
-            assert transport.kind != "shm" or rollout.importer.reader.in_place == transport.why.endswith(IN_PLACE)
+        for rollout in both.rollouts:
             for weight in engine.export_weights(both.dtype):
                 held = held_bytes(rollout.engine, weight.spec.name).tobytes()
                 assert held == wire_bytes(weight).tobytes(), weight.spec.name
@@ -137,7 +128,7 @@ def held_bytes(engine, name):
 def test_readers_started_anew_are_met_again(roles, transport):
     sync = roles.sync(transport)
     sync.run(0)
-    for rollout in roles.rollouts_on(transport):
+    for rollout in roles.rollouts:
         rollout.importer.close()
         rollout._importer = None
     sync.forget_readers()
