@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
@@ -20,6 +21,7 @@ from workers.episodes.episode import Chats, Draw, Ended, Episode
 from workers.episodes.trajectory import Task
 from workers.episodes.turn_tree import TreeTurn, TurnTree
 from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, split_thought
+from workers.gateway.openai_chat import OpenAIChat
 
 if TYPE_CHECKING:
     from workers.gateway.gateway_server import Gateway
@@ -119,9 +121,13 @@ class AgentEpisode(Episode):
             self.trajectory.environment_s = until - self._began - self._drawing_s
 
     async def _chat_client(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer `client.chat`. Raises Ended where a limit allows no more, or cut the turn off."""
-        turn = self.ask(_requested(request))
-        reply = await asyncio.shield(turn.reply)
+        """Answer `client.chat`, whose requests are those of OpenAI's chat. Raises Ended where a limit allows no more,
+        or cut the turn off, and EnvironmentLost for what is no request."""
+        try:
+            turn = self.ask(replace(OpenAIChat().read(request), wire="client.chat"))
+            reply = await asyncio.shield(turn.reply)
+        except RefusedRequest as refused:
+            raise EnvironmentLost("crash", f"client.chat: {refused}") from None
         turn.delivered = True
         if reply.ended or self._ended == "max_tokens":
             raise Ended(self._ended or "completed")
@@ -279,17 +285,3 @@ class AgentEpisode(Episode):
         """Credit the agent's last turn at its task."""
         learned = [n for n, sample in enumerate(self.trajectory.samples) if any(sample.mask)]
         self.trajectory.add_reward(reward, learned[-1] if learned else -1)
-
-
-def _requested(request: Mapping[str, Any]) -> ChatRequest:
-    """Return the request of `client.chat`. Raises EnvironmentLost for what is none."""
-    messages, most = request["messages"], request["max_tokens"]
-    each = messages if isinstance(messages, list) else []
-    if not each or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in each):
-        raise EnvironmentLost("crash", "client.chat takes a list of messages, each a dict with role and content")
-    if any("content" not in one and one["role"] != "assistant" for one in each):
-        raise EnvironmentLost("crash", "client.chat was given a message without content")
-    if most is not None and (type(most) is not int or most < 1):
-        raise EnvironmentLost("crash", f"client.chat: max_tokens = {most} is no number of tokens")
-    said = tuple({**one, "content": one.get("content") or ""} for one in each)
-    return ChatRequest(messages=said, max_tokens=most or 0, wire="client.chat")

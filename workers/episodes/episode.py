@@ -63,7 +63,7 @@ class Episode:
         try:
             found.stop = await self._run(await pool.open())
         except EnvironmentLost as lost:
-            found.why = f"{lost.cause}: {lost}"
+            found.why = str(lost)
         except (ChatTemplateError, ModelError) as refused:
             found.why = str(refused)
         return found
@@ -211,12 +211,12 @@ def usual_replies(mode: str, section: EnvironmentSection, chat: ChatTurns) -> li
 
 def begun(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[Message]:
     """Return the conversation with what `reset` gave: text belongs to the user's last message."""
-    told, content = [dict(one) for one in messages], observation.content
-    if not content:
+    told = [dict(one) for one in messages]
+    if not observation:
         return told
-    if isinstance(content, list):
-        return [*told, *content]
+    if isinstance(observation, list):
+        return [*told, *observation]
     if told and told[-1]["role"] == "user" and isinstance(told[-1]["content"], str):
-        told[-1]["content"] += content
+        told[-1]["content"] += observation
         return told
-    return [*told, {"role": "user", "content": content}]
+    return [*told, {"role": "user", "content": observation}]
