@@ -444,10 +444,6 @@ def _text(values: Mapping[str, Any], column: str) -> str:
         raise BadRow(f"no text in column {column!r}; the row has {', '.join(map(repr, values)) or 'none'}")
     if not value:
         raise BadRow(f"column {column!r} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BadRow(f"column {column!r} holds half of a surrogate pair, which is not text") from None
     return value
 
 

@@ -15,7 +15,7 @@ from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
-from workers.data.conversations import BadRow
+from workers.data.conversations import BadRow, checked_messages
 from workers.data.row_source import DataRow, DroppedRows
 
 if TYPE_CHECKING:
@@ -141,10 +141,6 @@ def _rendered(
             text = prompt if isinstance(prompt, str) else _render(prompt, chats)
             if not text:
                 raise BadRow("the prompt is empty")
-            text.encode()
-        except UnicodeEncodeError:
-            problem = "the prompt holds half of a surrogate pair, which is not text"
-            table.drop_bad(row, problem, reader.data.bad_rows)
         except BadRow as error:
             table.drop_bad(row, str(error), reader.data.bad_rows)
         else:
@@ -226,23 +222,15 @@ def prompt_of(values: Mapping[str, Any], data: DataSection) -> Any:
 
 def messages_of(prompt: Any, data: DataSection) -> Messages:
     """Return what the chat template is given for a prompt. Raises BadRow where it is not one."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _checked_messages(prompt)
+    if isinstance(prompt, str):
+        messages: Messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = [dict(message) for message in checked_messages(prompt, data.prompt_column)]
+    if ends_with_answer(messages):
+        raise BadRow("the prompt ends with the assistant's own answer, which the model is to write")
     if data.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": data.system}, *messages]
     return messages
-
-
-def _checked_messages(prompt: Any) -> Messages:
-    messages = prompt if isinstance(prompt, list) else []
-    if not messages or not all(_is_message(message) for message in messages):
-        raise BadRow("a prompt is text, or a list of messages with role and content")
-    if ends_with_answer(messages):
-        raise BadRow("the prompt ends with the assistant's own answer, which the model is to write")
-    return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) -> bool:

@@ -84,11 +84,9 @@ def test_jsonl_keeps_columns_and_skips_blank_lines(tmp_path: Path, codec: TextCo
 
 BAD_ROWS: list[tuple[Any, str]] = [
     ('{"prompt": "torn', "not JSON"),
-    ("[1]", "not a JSON object but list"),
     ({"question": "x"}, "no column 'prompt'; the row has 'question'"),
     ({"prompt": None}, "column 'prompt' is null"),
     ({"prompt": ""}, "the prompt is empty"),
-    ({"prompt": 3}, "is int, not text"),
     ({"prompt": [{"role": "user", "content": "x"}]}, "no chat template"),
     ('{"prompt": "half \\ud800"}', "column 'prompt' holds half of a surrogate pair"),
     ('{"prompt": "p", "extra": [{"a": ["x", "\\uDBFF"]}]}', "column 'extra' holds half of a surrogate pair"),
@@ -188,10 +186,7 @@ def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
     write_jsonl(
         tmp_path, [{"prompt": "text"}, {"prompt": messages}, {"prompt": [{"role": "system", "content": "own"}]}]
     )
-    keys = {"max_prompt_tokens": 64}
-    assert table_of(tmp_path, chat_codec, **keys).prompts[:2] == ["[user]text[go]", "[user]hi[assistant]yo[user]so[go]"]
-    with_system = table_of(tmp_path, chat_codec, system="be brief", **keys).prompts
-    assert with_system == [
+    assert table_of(tmp_path, chat_codec, system="be brief", max_prompt_tokens=64).prompts == [
         "[system]be brief[user]text[go]",
         "[system]be brief[user]hi[assistant]yo[user]so[go]",
         "[system]own[go]",
