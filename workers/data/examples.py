@@ -48,7 +48,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """Hold what a row's answer goes on from, as text and as tokens."""
+    """Hold what a row's answer continues, as text and as tokens."""
 
     text: str
     tokens: list[int]
@@ -240,7 +240,7 @@ class ExampleReader:
         return example
 
     def prompt(self, row: DataRow, *, chat: bool) -> RowPrompt:
-        """Return what the row's answer goes on from (`asked`), written as it is where the answer is learned. Raises
+        """Return what the row's answer continues (`asked`), written as it is where the answer is learned. Raises
         BadRow."""
         if row.problem:
             raise BadRow(row.problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +13,7 @@ from specs.errors import DataError
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
-from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
 from workers.data.conversations import BadRow, checked_messages
 from workers.data.row_source import DataRow, DroppedRows
 
@@ -94,27 +93,6 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def build_table(
-    source: str,
-    rows: Iterable[DataRow],
-    data: DataSection,
-    codec: TextCodec,
-    needs_answer: bool,
-    needs_columns: Sequence[str] = (),
-) -> PromptTable:
-    """Read, render and tokenise all rows. `needs_answer`: a reward compares with `data.answer_column`; `needs_columns`:
-    what else scoring reads of every row.
-
-    Raises DataError on a bad or overlong row where the spec refuses them, and when no row is left.
-    """
-    chat = uses_chat(data, codec)
-    reader = RowReader(data, needs_answer, needs_columns, chat=chat)
-    with renderer_of(codec) if chat else nullcontext() as chats:
-        table = read_table(source, rows, reader, codec, chats)
-    _refuse_overlong_or_empty(table, data)
-    return table
-
-
 def read_table(
     source: str, rows: Iterable[DataRow], reader: RowReader, codec: PromptCodec, chats: ChatRenderer | None
 ) -> PromptTable:
@@ -168,7 +146,8 @@ def uses_chat(data: DataSection, codec: TextCodec) -> bool:
 
 
 class RowReader:
-    """Takes the prompt out of a row and checks everything that the run reads of it."""
+    """Takes the prompt out of a row and checks everything that the run reads of it. `needs_answer`: a reward compares
+    with `data.answer_column`; `needs_columns`: what else scoring reads of every row."""
 
     def __init__(self, data: DataSection, needs_answer: bool, needs_columns: Sequence[str] = (), *, chat: bool) -> None:
         self.data, self.chat, self.needs_answer = data, chat, needs_answer
@@ -247,7 +226,8 @@ def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) 
     return False
 
 
-def _refuse_overlong_or_empty(table: PromptTable, data: DataSection) -> None:
+def refuse_overlong_or_empty(table: PromptTable, data: DataSection) -> None:
+    """Raise DataError where the spec refuses prompts for their length, and where none is left."""
     limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
     if table.dropped_overlong and data.overlong == "refuse":
         raise DataError(

@@ -18,8 +18,7 @@ from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from specs.wire.role_config import DataConfig
 from workers.data.data_set import EVAL_IDS, RunData, open_data
-from workers.data.prompts import PromptTable, build_table
-from workers.data.row_source import read_rows
+from workers.data.prompts import PromptTable
 
 BUILTIN = Path(specs.__file__).parent / "builtin"
 
@@ -49,20 +48,25 @@ def write_jsonl(folder: Path, rows: list[Any]) -> None:
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def table_of(folder: Path, codec: TextCodec, *, needs_answer: bool = False, **keys: Any) -> PromptTable:
-    data = section(**keys)
-    rows = read_rows(data.train, split=data.split, base=folder, max_rows=data.max_rows)
-    return build_table(data.train, rows, data, codec, needs_answer)
+def table_of(folder: Path, codec: TextCodec, **keys: Any) -> PromptTable:
+    return run_data(folder, codec, needs_answer=False, **keys).train.table
 
 
-def run_data(folder: Path, codec: TextCodec, *, eval_keys: dict[str, Any] | None = None, **keys: Any) -> RunData:
+def run_data(
+    folder: Path,
+    codec: TextCodec,
+    *,
+    needs_answer: bool = True,
+    eval_keys: dict[str, Any] | None = None,
+    **keys: Any,
+) -> RunData:
     held = EvalSection.model_validate({"every": 1, **eval_keys}) if eval_keys else None
     config = {
         "model_path": codec.model_path,
         "trust_remote_code": False,
         "data": section(**keys).model_dump(),
         "evals": [one.model_dump() for one in held.evaluations] if held else [],
-        "needs_answer": True,
+        "needs_answer": needs_answer,
         "row_columns": None,
         "seed": 7,
         "spec_dir": str(folder),
