@@ -5,15 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-
-from rlctl import __version__
 
 if TYPE_CHECKING:
     from specs.errors import RlctlError
@@ -76,24 +73,17 @@ TargetMachine = Annotated[
 
 
 def _version(asked: bool) -> None:
-    """Print the version, and the commit where rlctl runs from a clone."""
-    if not asked:
-        return
-    import subprocess
+    if asked:
+        from rlctl.version import version_line
 
-    root, commit = Path(__file__).parents[1], ""
-    if (root / ".git").exists():
-        with suppress(OSError, subprocess.CalledProcessError):  # no git, or none that reads another user's clone
-            command = ["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"]
-            commit = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    typer.echo(f"rlctl {__version__}" + (f" (commit {commit})" if commit else ""))
-    raise typer.Exit
+        typer.echo(version_line())
+        raise typer.Exit
 
 
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show version and commit.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show version, commit and extras.")
     ] = False,
 ) -> None:
     pass

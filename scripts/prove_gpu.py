@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "prove-gpu", help="folder of the results")
     parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="may be repeated")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: shows that the parts work")
+    parser.add_argument("--again", action="store_true", help="also what has passed here before")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = toy_size() if options.rehearse else full_size()
@@ -78,11 +79,13 @@ def prove(parts: list[Part], size: Size, options: argparse.Namespace) -> int:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     about = machine(size)
+    before = {} if options.again else passed_before(out, about)
     outcomes = []
     for part in parts:
-        outcomes.append(attempt(part, options))
+        outcomes.append(before.get(part.name) or attempt(part, options))
         print(line_of(outcomes[-1]), flush=True)
-    record = {"machine": about, "parts": {outcome.part: vars(outcome) for outcome in outcomes}}
+    all_parts = {**before, **{outcome.part: outcome for outcome in outcomes}}
+    record = {"machine": about, "parts": {name: vars(outcome) for name, outcome in all_parts.items()}}
     (out / "prove-gpu.json").write_text(json.dumps(record, indent=2) + "\n")
     show(about, outcomes)
     print(f"\nAll figures: {out / 'prove-gpu.json'}")
@@ -90,7 +93,18 @@ def prove(parts: list[Part], size: Size, options: argparse.Namespace) -> int:
     bad = [o for o in outcomes if o.state != "passed" and not (o.state == "skipped" and o.part in optional)]
     if bad:
         print(f"Not proven: {', '.join(outcome.part for outcome in bad)}. What each printed: {out}/PART.log.")
+        print("The same command tries these again, and not what has passed.")
     return 1 if bad else 0
+
+
+def passed_before(out: Path, about: Mapping[str, Any]) -> dict[str, Outcome]:
+    """Return what passed in an earlier call into this folder, on the same device and versions."""
+    try:
+        record = json.loads((out / "prove-gpu.json").read_text())
+    except FileNotFoundError:
+        return {}
+    found = [Outcome(**part) for part in record["parts"].values()] if record["machine"] == about else []
+    return {outcome.part: outcome for outcome in found if outcome.state == "passed"}
 
 
 def attempt(part: Part, options: argparse.Namespace) -> Outcome:

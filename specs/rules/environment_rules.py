@@ -62,11 +62,17 @@ def _made_of(key: str, section: EnvironmentSection) -> Iterator[Problem]:
 
 
 def _limits(key: str, section: EnvironmentSection, spec: RlSpec) -> Iterator[Problem]:
-    """Yield a limit that leaves no room for a turn."""
+    """Yield limits that leave no room, or that another one comes before."""
     data, most = spec.data, section.max_episode_tokens
     if most <= data.max_prompt_tokens:
         message = f"leaves a prompt of data.max_prompt_tokens = {data.max_prompt_tokens} no room for a turn"
         yield Problem(f"{key}.max_episode_tokens", message, f"use at least {data.max_prompt_tokens + 1}")
+    elif data.max_response_tokens >= most:
+        message = f"no turn can be so long: {key}.max_episode_tokens = {most}, with the prompt"
+        yield Problem("data.max_response_tokens", message, f"use less than {most}")
+    if section.call_timeout_s > section.episode_timeout_s:
+        message = f"no call can take so long: {key}.episode_timeout_s = {section.episode_timeout_s:g}"
+        yield Problem(f"{key}.call_timeout_s", message, f"use at most {section.episode_timeout_s:g}")
 
 
 def _credit(key: str, section: EnvironmentSection, spec: RlSpec) -> Iterator[Problem]:

@@ -176,7 +176,7 @@ def test_version_and_module(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "rlctl", arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == code, done.stderr
-        assert code or re.fullmatch(rf"rlctl {__version__}( \(commit \w+\))?", done.stdout.strip())
+        assert code or re.fullmatch(rf"rlctl {__version__} \((commit \w+, )?extras: [\w, -]+\)", done.stdout.strip())
 
 
 @pytest.mark.parametrize("name", ["workers.py", "specs/__init__.py"])
