@@ -190,8 +190,7 @@ class ChatTurns:
         """Return the assistant's message, with its thought where the template looks for it."""
         message: dict[str, Any] = {"role": "assistant", "content": thought + said.content}
         if thought and "reasoning_content" in self._template:
-            inner = thought.removesuffix("</think>").rpartition("<think>")[2].strip("\n")
-            message |= {"content": said.content.lstrip("\n"), "reasoning_content": inner}
+            message |= {"content": said.content.lstrip("\n"), "reasoning_content": split_thought(thought)[0]}
         return message | ({"tool_calls": [call.message() for call in said.calls]} if said.calls else {})
 
     def _fault(self, what: str) -> ModelError:
@@ -278,6 +277,12 @@ class ChatsByTools:
             if len(self._held) > _TOOL_SETS:  # agents bring their own
                 del self._held[next(iter(self._held))]
         return self._held[key]
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """Return what the model thought and what it said, of a text that may hold both."""
+    thought, closed, said = text.rpartition("</think>")
+    return thought.rpartition("<think>")[2].strip("\n"), said.lstrip("\n") if closed else said
 
 
 def _joined(pieces: Sequence[str], write: Callable[[str], str]) -> str:

@@ -32,7 +32,7 @@ _MARK = "RLCTL_ENVIRONMENTS"
 
 Chat = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 Observation = str | list[dict[str, Any]] | None
-"""What `reset` returned: text, messages, or nothing."""
+"""Text, messages or nothing, as `reset` returned it."""
 
 
 @dataclass(frozen=True)

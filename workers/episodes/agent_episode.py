@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from specs.errors import ModelError
 from specs.schema.environment import AgentCommand, StopReason
 from workers.chat.chat_renderer import ChatTemplateError
-from workers.chat.chat_turns import AssistantTurn, ChatTurns
+from workers.chat.chat_turns import AssistantTurn, ChatTurns, split_thought
 from workers.environments.environment_pool import Environment, EnvironmentLost
 from workers.environments.harness import prompt_of
 from workers.episodes.episode import Ended, Episode
 from workers.episodes.turn_tree import TreeTurn, TurnTree
-from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, split_thought
+from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest
 from workers.gateway.openai_chat import OpenAIChat
 
 if TYPE_CHECKING:

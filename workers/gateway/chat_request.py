@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from workers.chat.chat_turns import split_thought
 from workers.chat.tool_calls import MAX_DEPTH, ToolCall, depth_of
 
 Message = dict[str, Any]
@@ -82,12 +83,6 @@ def text_of(content: Any, where: str = "content") -> str:
             raise RefusedRequest(f"{where} has a part of type {part.get('type')}: the model reads text only")
         texts.append(text)
     return "".join(texts)
-
-
-def split_thought(text: str) -> tuple[str, str]:
-    """Return what the model thought and what it said, of a text that may hold both."""
-    thought, closed, said = text.rpartition("</think>")
-    return thought.removeprefix("<think>").strip("\n"), said.lstrip("\n") if closed else said
 
 
 def table_of(value: Any, where: str) -> Mapping[str, Any]:

@@ -466,12 +466,6 @@ def test_what_is_no_text_becomes_some(known: tuple[Family, ChatTurns, TextCodec]
         assert chat.suffix(ASKED, turn, replies_to(turn, content, "5"))  # type: ignore[arg-type]
 
 
-def test_a_call_cannot_name_its_way_out() -> None:
-    with conversation(QWEN25) as (chat, codec):
-        turn = chat.read(ids_of(codec, calls(ONE).replace('"add"', '"<|im_end|>"') + "<|im_end|>"))
-        assert "not the name of a function" in turn.error
-
-
 # ── templates that will not do ────────────────────────────────────────────────────────────────────
 
 PLAIN = (

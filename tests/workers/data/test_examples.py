@@ -137,7 +137,9 @@ def test_columns_that_are_null_are_not_there() -> None:
 
 
 def llama(folder: Path, pre_tokenizer: dict[str, Any], vocab: list[str], after: list[dict[str, Any]]) -> TextCodec:
-    """A BPE tokenizer without merges that puts <s> before text."""
+    """Make a BPE tokenizer without merges that puts <s> before text."""
+    from transformers import PreTrainedTokenizerFast  # the class itself: to choose one, transformers imports torch
+
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     names = ["<s>", "</s>", "<|end|>"]
     template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {"<s>": {"id": "<s>"}}}
@@ -157,10 +159,8 @@ def llama(folder: Path, pre_tokenizer: dict[str, Any], vocab: list[str], after: 
     }
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return load_codec(str(folder))
+    file = str(folder / "tokenizer.json")
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<s>", eos_token="</s>"), str(folder))
 
 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}

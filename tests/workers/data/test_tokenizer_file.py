@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import specs
-from backends.hf.tokenizer import load_codec
+from backends.hf.tokenizer import TextCodec, load_codec
 from workers.data.tokenizer_file import TokenizerFile
 
 BUILTIN = Path(specs.__file__).parent / "builtin"
@@ -29,7 +29,9 @@ def test_it_reads_and_writes_as_transformers_does(name: str, rendered: bool) -> 
 
 
 def test_what_stands_around_plain_text_is_counted(tmp_path: Path) -> None:
-    """A token before it as transformers puts it there; none after it, where the model is to go on."""
+    """A token stands before it as transformers puts it there; none after it, where the model is to continue."""
+    from transformers import PreTrainedTokenizerFast  # the class itself: to choose one, transformers imports torch
+
     folder = shutil.copytree(BUILTIN / "tiny-bytes", tmp_path / "model")
     file = folder / "tokenizer.json"
     around = [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -38,7 +40,7 @@ def test_what_stands_around_plain_text_is_counted(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": processor, "truncation": None}))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}))
-    ours, theirs = TokenizerFile(folder), load_codec(str(folder))
+    ours, theirs = TokenizerFile(folder), TextCodec(PreTrainedTokenizerFast.from_pretrained(folder), str(folder))
     assert ours.encode(["ab"], rendered=False) == theirs.encode(["ab"], rendered=False)
     assert len(ours.encode(["ab"], rendered=False)[0]) == 3
     assert len(ours.encode(["ab"], rendered=True)[0]) == 2

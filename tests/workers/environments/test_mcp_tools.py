@@ -11,7 +11,7 @@ from environment_pools import make_pool, opened, run, written
 from process_ends import ended
 
 from specs.errors import RewardError
-from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool, EnvironmentReply
+from workers.environments.environment_pool import Described, Environment, EnvironmentLost, EnvironmentReply
 
 pytest.importorskip("mcp", reason="the package mcp is an extra")
 
@@ -56,69 +56,52 @@ FUNCTION = '''
 '''
 
 
-def mcp_pool(folder: Path, *, processes: int = 1) -> EnvironmentPool:
-    written(folder, SERVER, "server.py")
-    tools = ("mcp:python server.py", written(folder, FUNCTION) + ":double")
-    return make_pool(folder, tools=tools, processes=processes, memory_MiB=512)
+async def pids_of(*environments: Environment) -> set[int]:
+    return {int(str((await each.call("pid", {})).text)) for each in environments}
 
 
 def test_a_server_and_a_function_in_one_list(tmp_path: Path) -> None:
-    pool = mcp_pool(tmp_path)
+    """A server of each process, started once, which ends with the pool."""
+    written(tmp_path, SERVER, "server.py")
+    tools = ("mcp:python server.py", written(tmp_path, FUNCTION) + ":double")
+    pool = make_pool(tmp_path, tools=tools, memory_MiB=512)
+    seen: set[int] = set()
 
     async def test(described: Described) -> None:
         tools = {tool["function"]["name"]: tool["function"] for tool in described.tools}
         assert list(tools) == ["double", "add", "pid", "fail", "die", "image"]
         assert tools["add"]["description"] == "Add two numbers."
         assert tools["add"]["parameters"]["required"] == ["a"]
-        pids = []
-        for _ in range(2):
-            async with opened(pool) as environment:
-                assert await environment.call("add", {"a": 2}) == EnvironmentReply("3", None, done=False)
-                assert await environment.call("double", {"x": 2}) == EnvironmentReply("4", None, done=False)
-                reply = await environment.call("fail", {})
-                assert reply.error
-                assert "Error executing tool fail" in str(reply.text)
-                wrong = await environment.call("add", {"b": 1})
-                assert wrong == EnvironmentReply("add: missing a; its arguments are a, b", None, done=False, error=True)
-                bad_type = await environment.call("add", {"a": "x"})
-                assert bad_type.error
-                assert "valid integer" in str(bad_type.text)
-                assert (await environment.call("image", {})).text == "see\n[image]"
-                pids.append(int(str((await environment.call("pid", {})).text)))
-        assert pids[0] == pids[1]  # the server was started once
-        async with opened(pool) as environment:
+        async with opened(pool) as environment, opened(pool) as other:
+            assert await environment.call("add", {"a": 2}) == EnvironmentReply("3", None, done=False)
+            assert await environment.call("double", {"x": 2}) == EnvironmentReply("4", None, done=False)
+            reply = await environment.call("fail", {})
+            assert reply.error
+            assert "Error executing tool fail" in str(reply.text)
+            wrong = await environment.call("add", {"b": 1})
+            assert wrong == EnvironmentReply("add: missing a; its arguments are a, b", None, done=False, error=True)
+            bad_type = await environment.call("add", {"a": "x"})
+            assert bad_type.error
+            assert "valid integer" in str(bad_type.text)
+            assert (await environment.call("image", {})).text == "see\n[image]"
+            first = await pids_of(environment, other)
+        async with opened(pool) as environment, opened(pool) as other:
+            assert await pids_of(environment, other) == first
             with pytest.raises(EnvironmentLost, match=r"mcp:python server\.py ended"):
                 await environment.call("die", {})
-        async with opened(pool) as environment:
-            pids.append(int(str((await environment.call("pid", {})).text)))
-            assert pids[2] != pids[0]
-        assert ended(pids[0])
+        async with opened(pool) as environment, opened(pool) as other:
+            again = await pids_of(environment, other)
+        assert len(first & again) == 1
+        seen.update(first | again)
 
     run(pool, test)
+    assert len(seen) == 3
+    assert all(map(ended, seen))
 
 
-def test_servers_of_processes_end_with_the_pool(tmp_path: Path) -> None:
-    pool = mcp_pool(tmp_path, processes=2)
-    pids: list[int] = []
-
-    async def test(_: Described) -> None:
-        async with opened(pool) as one, opened(pool) as other:
-            pids.extend([int(str((await each.call("pid", {})).text)) for each in (one, other)])
-
-    run(pool, test)
-    assert len(set(pids)) == 2
-    assert all(map(ended, pids))
-
-
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("no-such-command", "mcp:no-such-command does not start, or lists no tools: FileNotFoundError"),
-        (f"{sys.executable} -c 'raise SystemExit(3)'", "does not start, or lists no tools: "),
-    ],
-)
-def test_a_server_that_cannot_be_used(tmp_path: Path, command: str, text: str) -> None:
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    command = f"{sys.executable} -c 'raise SystemExit(3)'"
     with pytest.raises(RewardError) as caught:
         asyncio.run(make_pool(tmp_path, tools=(f"mcp:{command}",)).start())
-    assert text in caught.value.message
+    assert f"mcp:{command} does not start, or lists no tools: " in caught.value.message
     assert caught.value.hint

@@ -86,16 +86,6 @@ def test_a_turn_that_nobody_has_read_is_not_learned_from() -> None:
     asyncio.run(test())
 
 
-def test_duplicates_at_once_are_one_turn() -> None:
-    async def test() -> None:
-        async with serving([f"one{END}", f"two{END}"], wait_s=0.2) as served:
-            replies = await asyncio.gather(*(post(served, {**ASKED, "seed": n}) for n in range(5)))
-            assert {content(reply) for reply in replies} == {"one"}
-            assert len(served.sampler.log) == 1
-
-    asyncio.run(test())
-
-
 def test_a_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wire in its own way, while the sampler is at work."""
     monkeypatch.setattr(server, "STATUS_S", 0.05)
