@@ -38,8 +38,8 @@ class AgentCommand(Table):
     env: dict[NonEmpty, str] = Field(default_factory=dict)
     """Variables besides `PATH`, the locale and an empty `HOME`: nothing else of this machine's is handed on."""
     cwd: NonEmpty = "fresh"
-    """What the working directory begins as: empty (`fresh`), or a copy of a folder or of an archive, relative to the
-    spec file."""
+    """What the working directory begins as: empty (`fresh`), or a copy of a folder, of an archive or of a git bundle,
+    relative to the spec file."""
     keep_cwd: bool = False
     """Whether the working directory is kept, in the run's folder `agents`."""
     reward: OptionalFunctionPath = ""

@@ -116,6 +116,12 @@ class HarnessRun:
         try:
             if source.is_dir():
                 shutil.copytree(source, self.cwd, symlinks=True)
+            elif source.suffix == ".bundle":
+                done = subprocess.run(
+                    ["git", "clone", "-q", str(source), str(self.cwd)], capture_output=True, text=True
+                )
+                if done.returncode:
+                    raise OSError(done.stderr.strip() or f"git clone ended with {done.returncode}")
             else:
                 self.cwd.mkdir()
                 shutil.unpack_archive(source, self.cwd, filter=None if source.suffix == ".zip" else "data")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import tarfile
 import textwrap
 import zipfile
@@ -209,7 +210,7 @@ def test_nothing_is_left_of_many(bench: Bench, how: str, limits: dict[str, Any])
 
 
 def test_working_directories(tmp_path: Path) -> None:
-    """A folder and archives; names of the row's columns stand in it."""
+    """A folder, archives and a git bundle; names of the row's columns stand in it."""
     source = tmp_path / "repos" / "one"
     source.mkdir(parents=True)
     (source / "main.py").write_text("print(1)\n")
@@ -217,6 +218,10 @@ def test_working_directories(tmp_path: Path) -> None:
         tar.add(source / "main.py", "main.py")
     with zipfile.ZipFile(tmp_path / "one.zip", "w") as archive:
         archive.write(source / "main.py", "main.py")
+    git = ["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x@x"]
+    bundle = ["bundle", "create", "-q", str(tmp_path / "one.bundle"), "HEAD", "--all"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"], bundle):
+        subprocess.run([*git, *command], check=True)
     (tmp_path / "bad.tar.gz").write_bytes(b"no archive")
 
     def printed(cwd: str) -> str:
@@ -225,7 +230,7 @@ def test_working_directories(tmp_path: Path) -> None:
         run = HarnessRun(harness, tmp_path / "runs" / cwd, str(tmp_path), {"name": "one"})
         return str(asyncio.run(run.run({}))["output"])
 
-    for cwd in ("repos/{name}", "{name}.tar.gz", "one.zip"):
+    for cwd in ("repos/{name}", "{name}.tar.gz", "one.zip", "one.bundle"):
         assert printed(cwd) == "print(1)\n", cwd
     assert (source / "main.py").read_text() == "print(1)\n"
     with pytest.raises(Lost, match="cannot be copied"):
