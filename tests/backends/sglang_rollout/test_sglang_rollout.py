@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config, write_model
 from sglang_helpers import build_sglang, fault, mend, sglang_installed
 
@@ -188,7 +189,7 @@ def test_an_older_sglang_is_refused(folder: Path) -> None:
 
 
 def test_a_server_that_dies_is_named(folder: Path) -> None:
-    with sglang_installed():
+    with sglang_installed(), warm.children():
         engine = SglangRolloutEngine.build(rollout_config(folder, "sglang"), Rank())
     give_weights(engine)
     for _ in ("while it answers", "before"):
