@@ -69,7 +69,9 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(tmp_path: Path, tied
     give_weights(engine)
     model = hf_model(folder)
     parts: list[Batch] = []
-    engine.generate(make_prompts(), Sampling(seed=5, temperature=0.8, max_response_tokens=12), parts.append)
+    prompts, counts = make_prompts(), engine.counts
+    engine.generate(prompts, Sampling(seed=5, temperature=0.8, max_response_tokens=12), parts.append)
+    assert 0 < counts["reused_tokens"] == prompts.num_tokens - counts["prefilled_tokens"], "a group has one prompt"
     samples = Batch.concat(parts)
     want_T = hf_logprobs(model, samples, 0.8)
     inside = samples["loss_mask_T"] == 1
