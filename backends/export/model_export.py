@@ -257,9 +257,6 @@ def _compare_files(folder: SafetensorsReader, wanted: Sequence[LazyTensor], on_b
     if odd:
         raise ExportError(f"{odd[0]} is in only one of the checkpoint and the exported model")
     for tensor in wanted:
-        if folder.shape(tensor.name) != tensor.shape:
-            shapes = f"{list(folder.shape(tensor.name))}, trained as {list(tensor.shape)}"
-            raise ExportError(f"{tensor.name} was exported as {shapes}")
         if not _same(folder.tensor(tensor.name), tensor.load()):
             raise ExportError(f"{tensor.name} has other values in the exported model than in the checkpoint")
         on_bytes(tensor.nbytes)

@@ -230,21 +230,17 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
     """The error of transformers in one line, with a hint."""
-    said = _first_line(error)
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, KeyError):
-        said = f"config.json names {said}, which this transformers does not know"
+        reason = f"config.json names {reason}, which this transformers does not know"
         hint = "repair config.json, or give the role an interpreter with the transformers that the model needs"
-    elif "attention implementation" in said:
+    elif "attention implementation" in reason:
         hint = 'set attn_implementation = "eager" for this model'
     elif config.path.startswith((".", "/")) and not Path(config.path).is_dir():
         hint = "model.path names a folder that does not exist"
     else:
         hint = "model.path must be a folder with config.json, or the id of a model on the hub"
-    return ModelError(f"model {config.path}: {said}", hint=hint)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ModelError(f"model {config.path}: {reason}", hint=hint)
 
 
 # ── reading back ──────────────────────────────────────────────────────────────────────────────────

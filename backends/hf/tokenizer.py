@@ -45,13 +45,6 @@ class TextCodec:
             hint = 'name one of its chat templates default, or set data.chat = "never"'
             raise ModelError(f"the tokenizer of {self.model_path}: {error}", hint=hint) from error
 
-    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of whole texts, with all that the tokenizer puts around them."""
-        if not texts:
-            return []
-        encoded: list[list[int]] = self.tokenizer(list(texts), return_attention_mask=False).input_ids
-        return encoded
-
     def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
         """Return the token ids of each text. `rendered`: the text came from a chat template and holds its special
         tokens already; else the tokenizer adds what it puts before plain text (and nothing after it)."""

@@ -33,8 +33,8 @@ def check_options(config: TrainConfig) -> None:
         try:
             TypeAdapter(kinds[0], config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value, strict=True)
         except ValidationError as error:
-            said = error.errors()[0]["msg"]
-            raise ModelError(f"{key}: Megatron-core refuses it: {said}", hint="change or remove the key") from None
+            reason = error.errors()[0]["msg"]
+            raise ModelError(f"{key}: Megatron-core refuses it: {reason}", hint="change or remove the key") from None
 
 
 def with_options(config_class: Any, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Any:

@@ -16,18 +16,17 @@ class Staging:
     """`put` gives a tensor on the device at once; what it holds arrives with `send`.
 
     Each blocking copy of its own would wait until the device has done all that it was asked for. This is one copy from
-    pinned memory, for which nobody waits. On the CPU there is nothing to copy, unless `together`.
+    pinned memory, for which nobody waits. On the CPU there is nothing to copy.
     """
 
-    def __init__(self, device: torch.device, *, together: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._together = together or device.type != "cpu"
         self._host_U = self._device_U = torch.empty(0, dtype=torch.uint8)
         self._sent = self._used = 0  # bytes of the current chunk
 
     def put(self, array: NDArray[Any]) -> Tensor:
         values = torch.from_numpy(array)
-        if not self._together:
+        if self.device.type == "cpu":
             return values
         start = self._used + -self._used % _ALIGNMENT
         if start + values.nbytes > len(self._host_U):
@@ -49,6 +48,6 @@ class Staging:
     def _open_chunk(self, nbytes: int) -> None:
         size = max(nbytes, _CHUNK_BYTES)
         # torch hands pinned memory out again only when the copies from it are done.
-        self._host_U = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+        self._host_U = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._device_U = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._sent = self._used = 0

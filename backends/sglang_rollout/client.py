@@ -52,7 +52,8 @@ class Client:
                 hint="its log is part of this role's log",
             ) from None
         if status != HTTPStatus.OK:
-            raise ServerError(f"the SGLang server refused {path}: {status}: {_message(data)}")
+            message = data.decode("utf-8", "replace").strip()[:500]
+            raise ServerError(f"the SGLang server refused {path}: {status}: {message}")
         try:
             return json.loads(data) if data.strip() else None
         except ValueError:
@@ -67,20 +68,6 @@ class Client:
             return response.status, response.read()
         finally:
             connection.close()
-
-
-def _message(data: bytes) -> str:
-    """Return the message inside an error's body: `{"error": {"message": …}}`, `{"error": …}` or `{"message": …}`."""
-    text = data.decode("utf-8", "replace").strip()
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text[:500]
-    if isinstance(found, dict):
-        found = found.get("error", found)
-    if isinstance(found, dict):
-        found = found.get("message", found)
-    return str(found)[:500]
 
 
 # ── replies of /generate ──────────────────────────────────────────────────────────────────────────

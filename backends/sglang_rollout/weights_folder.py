@@ -63,11 +63,10 @@ class WeightsFolder:
 def _file(parent: str, nbytes: int) -> FileIO:
     """A file without a name and with all its room: in a folder, or in memory that takes no mount as `/dev/shm` would.
     Raises OSError."""
-    if not parent and hasattr(os, "memfd_create"):
-        free, file = _available_bytes(), FileIO(os.memfd_create("rlctl-weights"), "r+b")
+    if parent:
+        free, file = shutil.disk_usage(parent).free, FileIO(_nameless(parent), "r+b")
     else:
-        folder = parent or tempfile.gettempdir()
-        free, file = shutil.disk_usage(folder).free, FileIO(_nameless(folder), "r+b")
+        free, file = _available_bytes(), FileIO(os.memfd_create("rlctl-weights"), "r+b")
     try:
         if free < nbytes:
             raise OSError(f"{nbytes} bytes needed, {free} free")

@@ -234,8 +234,8 @@ class Decoder:
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Sample for slots first … active-1, record the tokens, and retire finished sequences."""
         rows, at = self.row_B[first : self.active], self.rows
-        said = at.written_N[rows]
-        drawn = self._on_device(uniform(at.key_N[rows], at.drawn_N[rows] + said))
+        written_B = at.written_N[rows]
+        drawn = self._on_device(uniform(at.key_N[rows], at.drawn_N[rows] + written_B))
         token, logprob = self._draw(logits, drawn, at.way_N[rows])
         token_B, logprob_B = token.cpu().numpy(), logprob.cpu().numpy()
         if not np.isfinite(logprob_B).all():
@@ -243,12 +243,12 @@ class Decoder:
                 f"the sampler's model gives log-probs that are not finite ({_first_bad(logprob_B)})",
                 hint="the actor's weights have probably diverged: look at actor/grad_norm, lower the learning rate",
             )
-        at.token_N[rows, said] = token_B
-        at.logprob_N[rows, said] = logprob_B
-        at.written_N[rows] = said + 1
+        at.token_N[rows, written_B] = token_B
+        at.logprob_N[rows, written_B] = logprob_B
+        at.written_N[rows] = written_B + 1
         activity.count("token", len(rows))
         stopped = (token_B[:, None] == self.stops).any(1)
-        done = stopped | (said + 1 >= at.limit_N[rows])
+        done = stopped | (written_B + 1 >= at.limit_N[rows])
         if done.any():
             self._retire(first + np.flatnonzero(done), stopped[done])
 

@@ -23,11 +23,11 @@ def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor
     if not isinstance(loss_N, Tensor):
         raise OwnFunctionError(f"{path}: it returned {type(loss_N).__name__}, no tensor", hint=hint)
     if loss_N.shape != logprob_N.shape:
-        said = f"{path}: it returned shape {tuple(loss_N.shape)} for {len(logprob_N)} tokens"
-        raise OwnFunctionError(said, hint=hint)
+        message = f"{path}: it returned shape {tuple(loss_N.shape)} for {len(logprob_N)} tokens"
+        raise OwnFunctionError(message, hint=hint)
     if torch.is_grad_enabled() and logprob_N.requires_grad and not loss_N.requires_grad:
-        said = f"{path}: its result has no gradient: nothing would be learned"
-        raise OwnFunctionError(said, hint="compute it from logprob by torch's functions, without detach()")
+        message = f"{path}: its result has no gradient: nothing would be learned"
+        raise OwnFunctionError(message, hint="compute it from logprob by torch's functions, without detach()")
     return loss_N
 
 
@@ -39,8 +39,8 @@ def try_loss(path: str) -> None:
     alone_N = _loss(path, 1)
     steady = torch.equal(loss_N, again_N)
     if steady and not torch.allclose(loss_N[:1], alone_N, rtol=1e-4, atol=1e-6):
-        said = f"{path}: the loss of a token is {alone_N[0]:.6g} alone and {loss_N[0]:.6g} beside five others"
-        raise OwnFunctionError(said, hint="micro-batches cut tokens anywhere: use the token's own numbers alone")
+        message = f"{path}: the loss of a token is {alone_N[0]:.6g} alone and {loss_N[0]:.6g} beside five others"
+        raise OwnFunctionError(message, hint="micro-batches cut tokens anywhere: use the token's own numbers alone")
 
 
 def _loss(path: str, count: int) -> Tensor:
@@ -53,6 +53,6 @@ def _loss(path: str, count: int) -> Tensor:
         raise OwnFunctionError(f"{path}: its gradient does not reach logprob", hint="compute the loss from it")
     for what, value_N in (("loss", loss_N), ("gradient", grad_N)):
         if not torch.isfinite(value_N).all():
-            said = f"{path}: its {what} is not finite: {value_N.tolist()}"
-            raise OwnFunctionError(said, hint="it must be finite for every ratio and advantage")
+            message = f"{path}: its {what} is not finite: {value_N.tolist()}"
+            raise OwnFunctionError(message, hint="it must be finite for every ratio and advantage")
     return loss_N.detach()

@@ -131,18 +131,12 @@ class ShardReader:
         found = sorted(self.folder.glob(f"{self.stem}-*-of-*.safetensors"))
         if not found:
             raise CheckpointError(f"{self.folder} has no {self.stem}-*.safetensors")
-        counts = {path.stem.rpartition("-")[2] for path in found}
-        if len(counts) > 1:
-            raise CheckpointError(
-                f"{self.folder} mixes {self.stem} files of different numbers of ranks: {', '.join(sorted(counts))}"
-            )
-        (count,) = counts
-        wanted = [_path(self.folder, self.stem, rank, int(count)) for rank in range(int(count))]
+        count = int(found[0].stem.rpartition("-")[2])
+        wanted = [_path(self.folder, self.stem, rank, count) for rank in range(count)]
         if found != wanted:
             odd = sorted(set(found) ^ set(wanted))[0]
-            raise CheckpointError(
-                f"{self.folder}: the files of {self.stem} are not those of {int(count)} ranks, see {odd.name}"
-            )
+            message = f"{self.folder}: the files of {self.stem} are not those of {count} ranks, see {odd.name}"
+            raise CheckpointError(message)
         return found
 
     def _index(self, path: Path) -> None:

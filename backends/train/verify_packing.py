@@ -163,7 +163,7 @@ def _plainly(run: Run, tokens_T: NDArray[np.int64], device: torch.device) -> Ten
 @contextmanager
 def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch to what the row is compared with: the model's own attention, but eager for flex_attention, which would
-    compile itself anew for each sequence. Their values are the same."""
+    compile itself again for each sequence. Their values are the same."""
     config = model.config.get_text_config()
     if config._attn_implementation != "flex_attention":
         yield

@@ -40,7 +40,6 @@ class VllmRolloutEngine(SyncedSampler):
 
     counts_progress = True
     progress_unit = "decode step"
-    PLAIN_WEIGHTS = True  # see `plain_worker.py`
 
     def __init__(self, config: RolloutConfig, table: VllmTable, model: ModelShape, llm: LLM) -> None:
         super().__init__(config, {**model.weights, **model.adapters}, f"{model.architecture} here")
@@ -59,7 +58,7 @@ class VllmRolloutEngine(SyncedSampler):
         assert isinstance(config.engine, VllmTable)
         model = model_shape(config.model, config.lora)
         stop_tokens(model.end_tokens, config, ask_tokenizer=True)  # raises before the wait
-        llm = start_vllm(config, config.engine, model, plain_weights=cls.PLAIN_WEIGHTS)
+        llm = start_vllm(config, config.engine, model)
         return cls(config, config.engine, model, llm)
 
     @classmethod

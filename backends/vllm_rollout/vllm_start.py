@@ -43,8 +43,8 @@ _ENVIRONMENT = {
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape, *, plain_weights: bool) -> LLM:
-    """vLLM with uninitialised weights. `plain_weights`: see `plain_worker.py`.
+def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape) -> LLM:
+    """Start vLLM with uninitialised weights.
 
     Raises ModelError when vLLM is not installed, or refuses the model or the settings.
     """
@@ -60,7 +60,7 @@ def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape, *, pl
     _check_platform(on_cpu)
     given = arguments(config, model, on_cpu=on_cpu)
     given["enable_sleep_mode"] = has_sleep_mode()
-    module = "plain_worker" if on_cpu and plain_weights else "worker"
+    module = "plain_worker" if on_cpu else "worker"
     given["worker_extension_cls"] = f"backends.vllm_rollout.{module}.WorkerExtension"
     if given["enforce_eager"]:
         # vLLM compiles helpers of its sampler all the same: on the CPU 20 s of a C++ compiler at the first request.

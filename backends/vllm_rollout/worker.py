@@ -128,7 +128,7 @@ class WorkerExtension:
         ]
 
     def rlctl_derive(self) -> None:
-        """Make anew what vLLM makes of weights when it starts: the two parts of `kv_b_proj` of latent attention."""
+        """Make again what vLLM makes of weights when it starts: the two parts of `kv_b_proj` of latent attention."""
         for layer in self._attention_layers():
             if hasattr(layer, "W_UK_T"):
                 layer.process_weights_after_loading(self.vllm_config.model_config.dtype)

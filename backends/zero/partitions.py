@@ -195,7 +195,7 @@ class CutParameters(Partitions):
         return start, min(part, parameter.ds_numel - start)
 
     def refresh(self) -> None:
-        """Parameters that stay gathered are let go of: the next forward pass gathers them anew."""
+        """Parameters that stay gathered are let go of: the next forward pass gathers them again."""
         self._offload.partition_all_parameters()
         for compute, master in zip(
             getattr(self.optimizer, "fp16_partitioned_groups_flat", []), self.masters, strict=True
@@ -229,7 +229,7 @@ class CutParameters(Partitions):
         return Shard(name, full_shape(tensor), start, tensor.ds_tensor.detach()[:count]) if count else None
 
     def compute_tensors(self) -> list[Tensor]:
-        """Parameters that stay gathered are let go of, and gathered anew when they are needed."""
+        """Parameters that stay gathered are let go of, and gathered again when they are needed."""
         self._offload.partition_all_parameters()
         parts = [tensor.ds_tensor if hasattr(tensor, "ds_tensor") else tensor for tensor in self.weights.values()]
         return [*getattr(self.optimizer, "fp16_partitioned_groups_flat", []), *parts]

@@ -20,11 +20,11 @@ from train_helpers import QWEN2, grpo, learn, make_batch, scale_of, train_config
 
 from backends.ddp.engine import DdpTrainEngine
 from backends.ddp.flat_buffers import FlatAdamW, FlatParameters
+from backends.packed import staging
 from backends.packed.layout import PackedLayout, _Pad
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
-from backends.train import activation_offload, engine, role_group
-from backends.train.adamw import set_steps
+from backends.train import activation_offload, engine
 from backends.weights import device_memory, host_pieces
 from specs.wire.role_config import Sampling
 
@@ -83,6 +83,22 @@ def activations(tmp_path: Path) -> list[str]:
     return list(found.faults)
 
 
+def arrays_in_small_chunks(tmp_path: Path) -> list[str]:
+    """Some are read before more is put."""
+    arrays = [np.arange(7), np.ones((3, 5), np.float32), np.arange(12, dtype=np.int32)[::3], np.array([True, False])]
+    with pytest.MonkeyPatch.context() as patch, walk() as found:
+        patch.setattr(staging, "_CHUNK_BYTES", 200)
+        staged = staging.Staging(torch.device("cuda"))
+        put = []
+        for array in [*arrays, *arrays]:
+            put.append(staged.put(array))
+            staged.send()
+        copies = [tensor.clone() for tensor in put]
+    for copy, array in zip(copies, [*arrays, *arrays], strict=True):
+        np.testing.assert_array_equal(copy.cpu().numpy(), array)
+    return list(found.faults)
+
+
 def bytes_there_and_back(tmp_path: Path) -> list[str]:
     given_U, found_U = np.arange(256, dtype=np.uint8), []
     with pytest.MonkeyPatch.context() as patch, walk() as found:
@@ -129,6 +145,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     a_step_whose_activations_leave,
     the_second_device,
     activations,
+    arrays_in_small_chunks,
     bytes_there_and_back,
     shared_memory,
     a_resume,
@@ -209,7 +226,6 @@ class Seed:
 
 
 FETCHED = (activation_offload._Held.fetch, "part.copy_(piece, non_blocking=True)")
-COPIED = (host_pieces._Lane.start, "target_U.copy_(source_U, non_blocking=True)")
 STEPPED = (FlatAdamW.step, "self.adamw.step()")
 
 READ_FIRST, HANDED_OUT = "may not be done", "no record_stream"  # by the streams
@@ -224,23 +240,6 @@ SEEDS = (
         (_Pad.forward, "x_T.index_select(0, index_P)"),
     ),
     Seed(
-        "the optimizer's counter on the host",
-        a_step,
-        "_fused_adamw_",  # by the operator, which on a GPU takes no number of the host
-        FlatAdamW.__init__,
-        "device=part.device",
-        'device="cpu"',
-        STEPPED,
-    ),
-    Seed(
-        "a rank that does not take its own device",
-        the_second_device,
-        "this rank's is cuda:1",  # by the walk
-        role_group.join_group,
-        "torch.cuda.set_device(device_index(rank, torch.cuda.device_count()))",
-        at=(FlatParameters.__init__, "self.source(segment).copy_(segment.parameter.data)"),
-    ),
-    Seed(
         "masters in bf16",
         a_step_in_bf16,
         "no masters",  # by the walk
@@ -248,14 +247,6 @@ SEEDS = (
         "if dtype == torch.float32 else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size,",
         "if True else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size, dtype=dtype,",
         STEPPED,
-    ),
-    Seed(
-        "steps that a resume does not count",
-        a_resume,
-        "AssertionError",  # by the numbers
-        set_steps,
-        'state["step"].fill_(steps)',
-        at=(a_resume, "assert learn(made, 2, first=2) == then"),
     ),
     Seed(
         "a number read from the device in each micro-batch",
@@ -274,44 +265,12 @@ SEEDS = (
         at=FETCHED,
     ),
     Seed(
-        "a stream that does not wait for the one before it",
-        activations,
-        READ_FIRST,
-        activation_offload.ActivationOffload._copy_out,
-        "self.stream.wait_stream(torch.cuda.current_stream(self.device))",
-        at=(activation_offload.ActivationOffload._copy_out, "piece.copy_(part, non_blocking=True)"),
-    ),
-    Seed(
-        "a stream that nobody waits for at the end",
-        bytes_there_and_back,
-        READ_FIRST,
-        host_pieces.fill,
-        "torch.cuda.current_stream(target_U.device).wait_stream(lanes[0].stream)",
-        at=COPIED,
-    ),
-    Seed(
-        "a pinned buffer filled again while it is being sent",
-        bytes_there_and_back,
-        "numpy at",  # by the streams, of which the host is one
-        host_pieces._Lane.wait,
-        "self._done.synchronize()",
-        at=COPIED,
-    ),
-    Seed(
         "memory given up while another stream writes it",
         activations,
         HANDED_OUT,
         activation_offload._Held.fetch,
         "self.back.record_stream(stream)",
         at=FETCHED,
-    ),
-    Seed(
-        "a mapping given up before it has been read",
-        shared_memory,
-        HANDED_OUT,
-        device_memory.MappedWindows.close,
-        "torch.cuda.synchronize()",
-        at=(shared_memory, ".copy_(reader.window(0))"),
     ),
 )
 

@@ -26,9 +26,10 @@ from families import FAMILIES, LLAMA_LIKE, VOCAB  # noqa: E402
 from plain_kernel import put_plain_kernel  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch import distributed as dist  # noqa: E402
-from train_helpers import model_config, train_config, write_model  # noqa: E402
+from train_helpers import make_batch, model_config, train_config, write_model  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
+from backends import activity  # noqa: E402
 from backends.ddp.engine import DdpTrainEngine  # noqa: E402
 from backends.hf.hf_model import build_model  # noqa: E402
 from backends.hf.recompute import recompute_activations  # noqa: E402
@@ -40,6 +41,7 @@ from backends.train.role_group import join_group  # noqa: E402
 from backends.ulysses import split_attention  # noqa: E402
 from backends.ulysses.exchange import heads_to_rows, rows_to_heads  # noqa: E402
 from backends.ulysses.sequence_group import SequenceGroup, sequence_group  # noqa: E402
+from backends.ulysses.shared_batch import share_batch, sum_of_ranks  # noqa: E402
 from backends.ulysses.split_attention import sharing  # noqa: E402
 from specs.errors import ModelError  # noqa: E402
 from specs.schema.role_section import Lora  # noqa: E402
@@ -256,6 +258,27 @@ def exchanged(group: SequenceGroup) -> dict[str, Any]:
     }
 
 
+SAMPLES = ([0, 1, 2], [], [3], [4, 5])  # of each rank
+
+
+def shared_samples(group: SequenceGroup, rank: Rank) -> dict[str, Any]:
+    """Return what the group has of a batch, what comes back of it, and what a heartbeat says meanwhile."""
+    own = make_batch(6).select(SAMPLES[rank.rank])
+    activity.begin("update", 1, counted=True)
+    inside = share_batch(own, group.group, torch.device("cpu"))
+    said = activity.snapshot()
+    activity.end()
+    assert said is not None
+    assert inside.batch.columns.keys() == own.columns.keys()
+    assert all(inside.batch[name].dtype == column.dtype for name, column in own.columns.items())
+    assert inside.batch["tokens_T"][inside.own_T].tolist() == own["tokens_T"].tolist()
+    assert inside.batch["length_B"][inside.own_B].tolist() == own["length_B"].tolist()
+    part = np.zeros(inside.batch.num_tokens, dtype=np.float32)
+    part[group.rank :: group.size] = 1 + group.rank
+    joined = sum_of_ranks(part, group.group, torch.device("cpu"))
+    return {"tokens": inside.batch["tokens_T"].tolist(), "joined": joined.tolist(), "said": said["what"]}
+
+
 def refusals(folder: Path, rank: Rank) -> dict[str, str]:
     """What an engine of four ranks says when it is built with attention that goes wrong in some way."""
 
@@ -297,6 +320,7 @@ def main(out: Path) -> None:
     for name, case in CASES.items():
         found[name] = report(case, out / f"{rank.rank} {name}", groups)
     found["exchange"] = {degree: exchanged(group) for degree, group in groups.items()}
+    found["samples"] = {degree: shared_samples(group, rank) for degree, group in groups.items()}
     found["refusals"] = refusals(out / f"{rank.rank} refused", rank)
     (out / f"rank{rank.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -96,9 +96,9 @@ class VllmProcess:
 class RemoteVllm(RolloutEngine):
     """The protocol, call by call."""
 
-    def __init__(self, process: VllmProcess, config: RolloutConfig, engine: str = "own") -> None:
+    def __init__(self, process: VllmProcess, config: RolloutConfig) -> None:
         self.process = process
-        answer, _ = process.call("build", {"config": config.model_dump(mode="json"), "engine": engine})
+        answer, _ = process.call("build", {"config": config.model_dump(mode="json")})
         self.reported = ModelBuilt.model_validate(answer["built"])
 
     @classmethod

@@ -56,7 +56,7 @@ class Server:
     def build(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         config = RolloutConfig.model_validate(body["config"])
         if self.engine is None:
-            self.engine = engine_class(body["engine"]).build(config, Rank())
+            self.engine = rollout_engine("vllm").build(config, Rank())
         else:
             self.renew(config)
         return {"built": self.engine.built().model_dump()}
@@ -131,9 +131,6 @@ class Server:
     def score(self, body: dict[str, Any], arrays: Arrays) -> NDArray[np.float32]:
         return self.engine.score(Batch(dict(arrays)), body["temperature"])
 
-    def held(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
-        return {"checksum": self.engine.held(body["name"])}
-
     def forget_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.request = None
         return {}
@@ -172,14 +169,6 @@ class Server:
                 send(self.pipe, *answer)
             else:
                 send(self.pipe, answer)
-
-
-def engine_class(name: str) -> Any:
-    if name == "stale-head":
-        from vllm_stale_head import StaleHeadEngine
-
-        return StaleHeadEngine
-    return rollout_engine("vllm")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The ddp engine: ranks, precision, memory, and models it must refuse."""
+"""The ddp engine: precision, memory, and models it must refuse."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import warm_torchrun
 from train_helpers import (
     GEMMA3,
     GPT2,
@@ -33,7 +31,6 @@ from backends.packed.row_ops import RowCopies, copy_rows
 from backends.train.activation_offload import ActivationOffload
 from backends.train.lm_head import Head, LogprobTask, LossTask, target_logprob
 from backends.train.losses import TokenColumns, policy_loss
-from backends.train.tensor_shards import ShardReader
 from backends.train.verify_packing import verify_packing
 from specs.errors import ModelError
 from specs.schema.role_section import Optimizer
@@ -41,7 +38,7 @@ from specs.wire.batch import Batch
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
+STEPS = 3
 
 
 def engine_of(folder: Path, **changes: Any) -> DdpTrainEngine:
@@ -64,47 +61,15 @@ def gradients(engine: DdpTrainEngine) -> dict[str, np.ndarray]:
     return {s.name: s.view(engine.flat.grad_P).clone().numpy() for s in engine.flat.segments}
 
 
-# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def torchrun(model: Path, out: Path, processes: int) -> list[dict[str, Any]]:
-    out.mkdir()
-    warm_torchrun(processes, "ddp_worker.py", model, out, str(STEPS))
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
-
-
-def test_two_ranks_are_one_rank(tmp_path: Path, qwen2: Path) -> None:
-    """dp 2 ≡ dp 1 over real gloo processes: metrics, norms, weights, moments; and all ranks skip together."""
-    (single,) = torchrun(qwen2, tmp_path / "one", 1)
-    pair = torchrun(qwen2, tmp_path / "two", 2)
-    assert pair[0]["checksum"] == pair[1]["checksum"]
-    for step, alone in enumerate(single["history"]):
-        shares = [report["history"][step] for report in pair]
-        assert shares[0]["grad_norm"] == shares[1]["grad_norm"]
-        assert shares[0]["grad_norm"] == pytest.approx(alone["grad_norm"], rel=2e-4)
-        for name in alone.keys() - {"micro_batches", "grad_norm"}:
-            assert sum(share[name] for share in shares) == pytest.approx(alone[name], rel=2e-4, abs=2e-5), (step, name)
-    assert [report["skipped"] for report in (single, *pair)] == [True, True, True]
-    for stem in ("model", "optimizer"):
-        one, two = (dict(ShardReader(tmp_path / where / "state", stem).tensors()) for where in ("one", "two"))
-        assert largest_gap(one, two) < 2e-5
-    names = {path.name for path in (tmp_path / "two" / "state").iterdir()}
-    assert names == {
-        *(f"{stem}-0000{rank}-of-00002.safetensors" for stem in ("model", "optimizer") for rank in (0, 1)),
-        *(f"rng.rank{rank}.safetensors" for rank in (0, 1)),
-        "trainer.json",
-    }
-
-
 # ── against plain transformers ────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("config", [QWEN2, MISTRAL_WINDOW], ids=lambda config: config["model_type"])
-def test_five_steps_equal_plain_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Same weights after five steps as a loop over single sequences with the textbook loss and torch's AdamW."""
+def test_steps_equal_plain_transformers(tmp_path: Path) -> None:
+    """Weights are those of a loop over single sequences with the textbook loss and torch's AdamW."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    engine = engine_of(write_model(tmp_path, config), optimizer=Optimizer(lr=1e-2, eps=1e-4, max_grad_norm=1.0))
+    optimizer = Optimizer(lr=1e-2, eps=1e-4, max_grad_norm=1.0)
+    engine = engine_of(write_model(tmp_path, MISTRAL_WINDOW), optimizer=optimizer)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
     model.load_state_dict(engine.policy.model.state_dict())
     model.eval()

@@ -168,26 +168,22 @@ NORM = "model.norm.weight"
 FAULTS = {
     "one bit": (lambda t: t[NORM].view(torch.int32)[3:4].bitwise_xor_(1), "norm.weight has other values"),
     "minus zero": (lambda t: t.update({NORM: t[NORM] * 1.0000002}), "norm.weight has other values"),
-    "shape": (
-        lambda t: t.update({NORM: t[NORM].view(4, 8)}),
-        r"norm.weight was exported as \[4, 8\], trained as \[32\]",
-    ),
+    "shape": (lambda t: t.update({NORM: t[NORM].view(4, 8)}), "norm.weight has other values"),
     "dtype": (lambda t: t.update({NORM: t[NORM].half()}), "norm.weight has other values"),
     "missing": (lambda t: t.pop(NORM), "norm.weight"),
     "unknown": (lambda t: t.update({"model.extra": torch.zeros(2)}), "model.extra"),
 }
 
 
-@pytest.mark.parametrize("memory_bytes", [MANY, 60_000], ids=["memory", "disk"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_file_is_found(tmp_path, fault, memory_bytes):
+def test_a_wrong_file_is_found(tmp_path, fault):
     checkpoint = trained(tmp_path, QWEN2)
     out, _ = export(checkpoint)
     change, words = FAULTS[fault]
     rewrite(out, change)
     source = Source(checkpoint, str(tmp_path), "fp32", False)
     with pytest.raises(ExportError, match=words):
-        prove(source, out, checkpoint / "greedy_proof.json", memory_bytes, ignore)
+        prove(source, out, checkpoint / "greedy_proof.json", 60_000, ignore)
 
 
 def test_joined_tensors_are_taken_apart_one_at_a_time(tmp_path, monkeypatch):
@@ -209,6 +205,3 @@ def _noting(weight, loaded: list[str]):
         return weight.load()
 
     return dataclasses.replace(weight, load=load)
-
-
-# ── memory ────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from stock_model import write_family
 from train_helpers import (
     build_engine,
@@ -126,15 +125,14 @@ def test_it_loads_as_a_classifier_with_one_output_and_starts_another(
     np.testing.assert_array_equal(again.values(of_prompts()), engine.values(of_prompts()))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_one_with_adapters_is_exported_merged(tmp_path: Path, kind: str) -> None:
-    engine, checkpoint = trained(tmp_path, kind=kind, lora=Lora(rank=4))
+def test_one_with_adapters_is_exported_merged(tmp_path: Path) -> None:
+    engine, checkpoint = trained(tmp_path, kind="fsdp2", lora=Lora(rank=4))
     out = exported(checkpoint)
     assert proven(source_of(checkpoint), out).values == 5
-    again = critic(out, kind=kind)
+    again = critic(out, kind="fsdp2")
     assert not again.built().new_head
     assert largest_gap(weights_of(again), weights_of(engine)) < 1e-7
-    start = weights_of(critic(tmp_path / "model", kind=kind))
+    start = weights_of(critic(tmp_path / "model", kind="fsdp2"))
     changed = {name for name, value in weights_of(again).items() if np.abs(value - start[name]).max() > 1e-4}
     assert {"score.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
     assert not any("norm" in name or "embed" in name for name in changed)
@@ -147,15 +145,4 @@ def test_other_values_are_found(tmp_path: Path) -> None:
     proof["values"][0][2] += 0.01 * max(abs(value) for values in proof["values"] for value in values)
     path.write_text(json.dumps(proof))
     with pytest.raises(ExportError, match="the value before token 3 of proof prompt 0 differs"):
-        proven(source_of(checkpoint), out)
-
-
-def test_another_head_is_found(tmp_path: Path) -> None:
-    _, checkpoint = trained(tmp_path)
-    out = exported(checkpoint)
-    path = next(path for path in out.glob("*.safetensors") if "score.weight" in load_file(path))
-    weights = load_file(path)
-    weights["score.weight"][0, 3] *= 1.0001
-    save_file(weights, path, {"format": "pt"})
-    with pytest.raises(ExportError, match=r"score\.weight has other values"):
         proven(source_of(checkpoint), out)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config, write_model
 from sglang_helpers import build_sglang, fault, mend, sglang_installed
 
@@ -68,7 +69,9 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(tmp_path: Path, tied
     give_weights(engine)
     model = hf_model(folder)
     parts: list[Batch] = []
-    engine.generate(make_prompts(), Sampling(seed=5, temperature=0.8, max_response_tokens=12), parts.append)
+    prompts, counts = make_prompts(), engine.counts
+    engine.generate(prompts, Sampling(seed=5, temperature=0.8, max_response_tokens=12), parts.append)
+    assert 0 < counts["reused_tokens"] == prompts.num_tokens - counts["prefilled_tokens"], "a group has one prompt"
     samples = Batch.concat(parts)
     want_T = hf_logprobs(model, samples, 0.8)
     inside = samples["loss_mask_T"] == 1
@@ -188,7 +191,7 @@ def test_an_older_sglang_is_refused(folder: Path) -> None:
 
 
 def test_a_server_that_dies_is_named(folder: Path) -> None:
-    with sglang_installed():
+    with sglang_installed(), warm.children():
         engine = SglangRolloutEngine.build(rollout_config(folder, "sglang"), Rank())
     give_weights(engine)
     for _ in ("while it answers", "before"):

@@ -55,7 +55,7 @@ class GroupCounts(torch.optim.Optimizer):
 
 
 def test_a_resumed_optimizer_that_counts_by_group_goes_on_where_it_was() -> None:
-    """Counted anew over old moments, the next update would be 2.2 times as large."""
+    """Counted from one again over old moments, the next update would be 2.2 times as large."""
 
     def made() -> tuple[torch.nn.Parameter, GroupCounts]:
         parameter = torch.nn.Parameter(torch.zeros(4))

@@ -94,7 +94,7 @@ def patched(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any], bool]
     return patch
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("change", "right"),

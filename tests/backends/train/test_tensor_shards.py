@@ -88,7 +88,7 @@ SPOILT = {
     "a rank too many": (lambda folder: write_shards(folder, "model", 2, 2, []), "not those of 2 ranks"),
     "two counts": (
         lambda folder: write_shards(folder, "model", 0, 1, []),
-        "of different numbers of ranks: 00001, 00002",
+        "not those of 1 ranks, see model-00000-of-00002",
     ),
     "torn": (
         lambda folder: _cut(folder / "model-00001-of-00002.safetensors", 3),

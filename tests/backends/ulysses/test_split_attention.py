@@ -11,16 +11,17 @@ import pytest
 import torch
 from running import warm_torchrun
 from torch import Tensor, nn
-from train_helpers import LLAMA, model_config, write_model
+from train_helpers import LLAMA, make_batch, model_config, write_model
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from ulysses_worker import CASES, DEGREES, LENGTHS
+from ulysses_worker import CASES, DEGREES, LENGTHS, SAMPLES
 
 from backends.hf.hf_model import build_model
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from backends.ulysses.split_attention import _whole_row_kwargs, sharing
 from specs.errors import ModelError
+from specs.wire.heartbeat import amount
 
 FIRST_OF_TWO = SequenceGroup(None, 2, 0)
 
@@ -90,6 +91,22 @@ def test_an_engine_proves_its_shared_rows_when_it_is_built(ranks: list[dict[str,
         assert said["one rank's rows"].startswith(start)
         assert said["an error"] == "Qwen2ForCausalLM does not run on rows that 4 ranks share: no such exchange"
     assert len({rank["refusals"]["one rank's rows"] for rank in ranks}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_group_has_the_samples_of_all_its_ranks(ranks: list[dict[str, Any]], degree: int) -> None:
+    """And says in its heartbeats that it computes them all."""
+    whole = make_batch(6)
+    for first in range(0, 4, degree):
+        group = range(first, first + degree)
+        together = whole.select([sample for rank in group for sample in SAMPLES[rank]])
+        said = f"update of {amount(len(together), 'sample')}, {together.num_tokens} tokens, shared by {degree} ranks"
+        joined = [1 + token % degree for token in range(together.num_tokens)]
+        for rank in group:
+            found = ranks[rank]["samples"][str(degree)]
+            assert found == {"tokens": together["tokens_T"].tolist(), "joined": joined, "said": said}
 
 
 # ── what is in effect ─────────────────────────────────────────────────────────────────────────────

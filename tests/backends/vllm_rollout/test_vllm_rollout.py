@@ -187,25 +187,6 @@ def test_tied_embeddings_come_once_and_reach_the_head(tied: RemoteVllm, tied_fol
         np.testing.assert_allclose(tied.score(batch, 1.0), reference.logprobs(batch, 1.0), atol=EXACT)
 
 
-def test_without_the_cure_a_tied_head_stays_stale_and_only_the_probe_sees_it(tied_folder: Path) -> None:
-    """vLLM's own packing and `reload_weights`: no error, each parameter holds the new bytes, and the answers are of the
-    old ones."""
-    process = VllmProcess()
-    try:
-        engine = RemoteVllm(process, rollout_config(tied_folder, "vllm"), engine="stale-head")
-        reference = Reference(tied_folder)
-        reference.send_to(engine)
-        table = named_weights(reference.model)["model.embed_tokens.weight"]
-        held = process.call("held", {"name": "model.embed_tokens.weight"})[0]["checksum"]
-        assert held == checksum_bytes(tensor_bytes(table))
-        rng = np.random.default_rng(0)
-        batch = Batch({"tokens_T": rng.integers(0, 15, 24), "length_B": np.array([12, 12])})
-        gap = np.abs(engine.score(batch, 1.0) - reference.logprobs(batch, 1.0)).max()
-        assert gap > 0.15, "vLLM packs a tied head again: the cure in backends/vllm_rollout/plain_worker.py may go"
-    finally:
-        process.close()
-
-
 # ── reading back ──────────────────────────────────────────────────────────────────────────────────
 
 

@@ -91,20 +91,3 @@ def test_parts_add_up_wherever_they_lie(dtype: torch.dtype) -> None:
         assert finish(sum(found), whole.nbytes) == finish(want, whole.nbytes)
         if len(parts) > 1:
             assert (sum(found[1:]) - want) % 2**64, "a part that is not there must show"
-
-
-def test_little_memory_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large the weight: what is made on the way is of so many blocks."""
-    made: list[int] = []
-    mul = Tensor.__mul__
-
-    def noted(self: Tensor, other: object) -> Tensor:
-        product: Tensor = mul(self, other)
-        made.append(product.nbytes)
-        return product
-
-    monkeypatch.setattr(Tensor, "__mul__", noted)
-    words_W = torch.from_numpy(numbers(100 * BLOCK_WORDS + 3))
-    total_of(words_W)
-    total_of_part(words_W[: 90 * BLOCK_WORDS].view(-1, 512)[:, :500], (512, 1), 3)
-    assert max(made) == word_sum._BLOCKS * BLOCK_WORDS * 8
