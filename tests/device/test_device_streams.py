@@ -24,7 +24,8 @@ from backends.packed import staging
 from backends.packed.layout import PackedLayout, _Pad
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
-from backends.train import activation_offload, engine
+from backends.train import activation_offload, engine, role_group
+from backends.train.adamw import set_steps
 from backends.weights import device_memory, host_pieces
 from specs.wire.role_config import Sampling
 
@@ -226,6 +227,7 @@ class Seed:
 
 
 FETCHED = (activation_offload._Held.fetch, "part.copy_(piece, non_blocking=True)")
+COPIED = (host_pieces._Lane.start, "target_U.copy_(source_U, non_blocking=True)")
 STEPPED = (FlatAdamW.step, "self.adamw.step()")
 
 READ_FIRST, HANDED_OUT = "may not be done", "no record_stream"  # by the streams
@@ -240,6 +242,23 @@ SEEDS = (
         (_Pad.forward, "x_T.index_select(0, index_P)"),
     ),
     Seed(
+        "the optimizer's counter on the host",
+        a_step,
+        "_fused_adamw_",  # by the operator, which on a GPU takes no number of the host
+        FlatAdamW.__init__,
+        "device=part.device",
+        'device="cpu"',
+        STEPPED,
+    ),
+    Seed(
+        "a rank that does not take its own device",
+        the_second_device,
+        "this rank's is cuda:1",  # by the walk
+        role_group.join_group,
+        "torch.cuda.set_device(device_index(rank, torch.cuda.device_count()))",
+        at=(FlatParameters.__init__, "self.source(segment).copy_(segment.parameter.data)"),
+    ),
+    Seed(
         "masters in bf16",
         a_step_in_bf16,
         "no masters",  # by the walk
@@ -247,6 +266,14 @@ SEEDS = (
         "if dtype == torch.float32 else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size,",
         "if True else torch.empty(size, device=device)\n            self.grad_P = torch.zeros(size, dtype=dtype,",
         STEPPED,
+    ),
+    Seed(
+        "steps that a resume does not count",
+        a_resume,
+        "AssertionError",  # by the numbers
+        set_steps,
+        'state["step"].fill_(steps)',
+        at=(a_resume, "assert learn(made, 2, first=2) == then"),
     ),
     Seed(
         "a number read from the device in each micro-batch",
@@ -265,12 +292,44 @@ SEEDS = (
         at=FETCHED,
     ),
     Seed(
+        "a stream that does not wait for the one before it",
+        activations,
+        READ_FIRST,
+        activation_offload.ActivationOffload._copy_out,
+        "self.stream.wait_stream(torch.cuda.current_stream(self.device))",
+        at=(activation_offload.ActivationOffload._copy_out, "piece.copy_(part, non_blocking=True)"),
+    ),
+    Seed(
+        "a stream that nobody waits for at the end",
+        bytes_there_and_back,
+        READ_FIRST,
+        host_pieces.fill,
+        "torch.cuda.current_stream(target_U.device).wait_stream(lanes[0].stream)",
+        at=COPIED,
+    ),
+    Seed(
+        "a pinned buffer filled again while it is being sent",
+        bytes_there_and_back,
+        "numpy at",  # by the streams, of which the host is one
+        host_pieces._Lane.wait,
+        "self._done.synchronize()",
+        at=COPIED,
+    ),
+    Seed(
         "memory given up while another stream writes it",
         activations,
         HANDED_OUT,
         activation_offload._Held.fetch,
         "self.back.record_stream(stream)",
         at=FETCHED,
+    ),
+    Seed(
+        "a mapping given up before it has been read",
+        shared_memory,
+        HANDED_OUT,
+        device_memory.MappedWindows.close,
+        "torch.cuda.synchronize()",
+        at=(shared_memory, ".copy_(reader.window(0))"),
     ),
 )
 
