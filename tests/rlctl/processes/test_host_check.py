@@ -23,10 +23,7 @@ from specs.errors import SpecError
 from specs.schema.recipes import RlSpec
 
 FAR = RemoteHost(1, "b", sys.executable, str(package_root()))
-PLAIN = Questions(
-    version=__version__, address="127.0.0.1", ports=[0], folders=[], shared=[], models={}, files={},
-    host="b", gpus=0,
-)  # fmt: skip
+PLAIN = Questions("127.0.0.1", ports=[0], host="b")
 
 
 def check(host: RemoteHost, *shell: str) -> None:
@@ -67,8 +64,7 @@ def test_what_keeps_a_host_from_its_part(
     (tmp_path / "README.md").write_text("no matter")
     assert sizes_in(str(tmp_path)) == {"config.json": 2}
     monkeypatch.setattr(remote_check, "gpu_count", lambda: 4)
-    asked = Questions(**json.loads(json.dumps({**PLAIN, **changes}).replace("{tmp}", str(tmp_path))))
-    found = problem_here(asked)
+    found = problem_here(replace(PLAIN, **json.loads(json.dumps(changes).replace("{tmp}", str(tmp_path)))))
     assert (words.replace("{tmp}", str(tmp_path)) in str(found)) if words else found is None
 
 
