@@ -31,6 +31,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlctl.processes.failure_watch, "_DUMP_S", BOUND_S)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2, group=True), role_plan("rollout", 2)) as groups:
         actor, rollout = groups["actor"], groups["rollout"]
@@ -51,6 +52,7 @@ def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
         assert replicas[1].body["env"]["RANK"] is None
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_rank_serves_many_calls_at_once_and_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers come as they are ready. A verb that is not concurrent, or a call that is to be alone, waits for what was
     sent before, and holds up what is posted after."""
@@ -83,7 +85,7 @@ def test_a_rank_serves_many_calls_at_once_and_others_alone(tmp_path: Path, monke
         groups.close(polite=False)
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient", "warm_children")
 def test_an_error_names_everything_and_the_rank_serves_on_until_its_peer_is_gone(tmp_path: Path) -> None:
     """One of ours needs no traceback, which is in the log alone. What follows from a peer's failure is no cause."""
     with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
@@ -115,6 +117,7 @@ def test_an_error_names_everything_and_the_rank_serves_on_until_its_peer_is_gone
         assert "SIGKILL" in caught.value.cause
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_dead_rank_is_noticed_while_waiting_for_another_role(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
         groups["rollout"].post(Verb.PING, {"do": "exit", "rank": 1}, step=3)
@@ -125,7 +128,7 @@ def test_a_dead_rank_is_noticed_while_waiting_for_another_role(tmp_path: Path) -
         assert time.monotonic() - started < BOUND_S
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient", "warm_children")
 def test_a_tick_that_raises_ends_the_wait_alone_and_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
     pressed: list[bool] = []
 
