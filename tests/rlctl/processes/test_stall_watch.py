@@ -161,7 +161,7 @@ def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
         assert len(groups["rollout"].call(Verb.PING)) == 2
 
 
-@pytest.mark.usefixtures("patient", "warm_children")
+@pytest.mark.usefixtures("patient")
 def test_an_actor_that_holds_the_lock_gives_no_sign_of_life_but_its_stacks(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
         parts: list[Message] = []
