@@ -60,10 +60,6 @@ class Evidence:
         """Return whether the rank is gone for good, not only this verb."""
         return self.cause in (Cause.ENDED, Cause.SILENT)
 
-    @property
-    def is_secondary(self) -> bool:
-        return self.weight is Severity.SECONDARY
-
 
 class Blame:
     """Collects evidence until the root cause is known, or none better came in time."""

@@ -52,11 +52,11 @@ def test_the_cause_decides_who_is_blamed(cause: Cause) -> None:
     message = "Connection closed by peer"
     from_peer = cause in (Cause.PEER_GONE, Cause.PEER_LATE)
     error = error_of(0, cause, message)
-    assert error.is_secondary == from_peer
+    assert (error.weight is Severity.SECONDARY) == from_peer
     assert blamed(error) is (None if from_peer else error)  # it waits for its root cause
     assert blamed(error, ENDED) is (ENDED if from_peer else error)
     assert blamed(error, EXITED) is (None if from_peer else error)
-    assert not error_of(0, cause, message, alone=True).is_secondary  # without peers it is the cause
+    assert error_of(0, cause, message, alone=True).weight is Severity.ROOT  # without peers it is the cause
 
 
 def test_a_secondary_failure_without_a_root_cause_is_blamed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
