@@ -1,19 +1,66 @@
-"""Per-token values of the metrics that losses declare, by `LossMetric.source`.
+"""Columns that losses read of the tokens of a chunk, and the metrics that they declare, by `LossMetric.source`.
 
-Functions of what is known of the tokens of a chunk, written with operators that torch's tensors and numpy's arrays
-share: every train engine reports them. N: loss tokens.
+It is written with operators that torch's tensors and numpy's arrays share, for every train engine. N: loss tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specs.errors import RlctlError
-from specs.schema.algorithms.algorithm import AnyLoss
+from specs.schema.algorithms.algorithm import Loss
+from specs.wire.batch import Batch
 
 Array = Any  # torch.Tensor, or NDArray[np.float64] in the fake engine
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """Hold what a policy loss reads at each loss token besides the model's own numbers."""
+
+    weight_N: Array
+    advantage_N: Array
+    rollout_logprob_N: Array
+    old_logprob_N: Array | None  # where the loss's anchor is "trainer"
+    ref_logprob_N: Array | None  # None: no KL term
+    of_sequence: Mapping[str, Array] = field(default_factory=dict)  # the loss's sequence columns, at each token
+    correction_N: Array | None = None  # None: every token's policy loss counts as it is
+    covariant_N: Array | None = None  # 1 where the loss treats a token as one of high covariance, else 0
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        loss: Loss,
+        weight_T: Array,
+        of_sequence_T: Mapping[str, Array],
+        values: Callable[[Array], Array],
+    ) -> TokenColumns:
+        """Take those of some tokens from a batch: `values` picks them out of a column [T]."""
+
+        def column(name: str) -> Array | None:
+            return values(batch[name]) if name in loss.columns else None
+
+        return cls(
+            weight_N=values(weight_T),
+            advantage_N=values(batch["advantage_T"]),
+            rollout_logprob_N=values(batch["rollout_logprob_T"]),
+            old_logprob_N=column("old_logprob_T"),
+            ref_logprob_N=column("ref_logprob_T"),
+            of_sequence={name: values(value_T) for name, value_T in of_sequence_T.items()},
+            correction_N=column("correction_T"),
+            covariant_N=column("covariant_T"),
+        )
+
+    def each(self, change: Callable[[Array], Array]) -> TokenColumns:
+        """Return the same columns, each changed."""
+        of_sequence = {name: change(column_N) for name, column_N in self.of_sequence.items()}
+        held = {name: column for name, column in vars(self).items() if name != "of_sequence" and column is not None}
+        return replace(self, **{name: change(column_N) for name, column_N in held.items()}, of_sequence=of_sequence)
+
+    def slice(self, start: int, stop: int) -> TokenColumns:
+        return self.each(lambda column_N: column_N[start:stop])
 
 
 @dataclass(frozen=True)
@@ -79,17 +126,5 @@ SOURCES: Mapping[str, Callable[[Any], Array]] = {
 
 
 def token_values(names: Iterable[str], tokens: Any) -> list[Array]:
-    """Name → values [N]. Raises RlctlError for one that has no function."""
-    names = list(names)
-    if missing := [name for name in names if name not in SOURCES]:
-        raise RlctlError(
-            f"no function for the token metric {', '.join(missing)}",
-            hint=f"add it to SOURCES in backends/token_metrics.py, which has {', '.join(SOURCES)}",
-        )
+    """Return the values [N] of each."""
     return [SOURCES[name](tokens) for name in names]
-
-
-def no_function(loss: AnyLoss, table: Mapping[type[Any], Any], where: str) -> RlctlError:
-    """The error of a loss that an engine cannot compute."""
-    known = ", ".join(str(one.model_fields["kind"].default) for one in table)
-    return RlctlError(f"no function for the loss {loss.model_dump()['kind']}", hint=f"{where} has {known}")

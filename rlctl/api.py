@@ -18,7 +18,6 @@ def train(
     *,
     run_dir: str | PathLike[str] | None = None,
     resume: bool = False,
-    force: bool = False,
     fork_of: str = "",
     **overrides: Any,
 ) -> Path:
@@ -29,7 +28,7 @@ def train(
     notebook's stop button) saves the last finished step and raises `specs.errors.Interrupted`.
     """
     folder = Path(run_dir) if run_dir is not None else None
-    return run(Path(spec), assignments(overrides), folder, resume, force=force, fork_of=fork_of)
+    return run(Path(spec), assignments(overrides), folder, resume, fork_of=fork_of)
 
 
 def check_config(spec: str | PathLike[str], **overrides: Any) -> Findings:
@@ -39,8 +38,8 @@ def check_config(spec: str | PathLike[str], **overrides: Any) -> Findings:
 
 
 def load_metrics(run: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, a dict per step, also while it goes on: `pandas.DataFrame` takes them. A
-    metric that a step does not have is not in its dict. Raises `specs.errors.RunDirError`."""
+    """Return the lines of a run's `metrics.jsonl`, a dict per step, also while it runs: `pandas.DataFrame` takes them.
+    A metric that a step does not have is not in its dict. Raises `specs.errors.RunDirError`."""
     file = Path(run) / "metrics.jsonl"
     if not file.exists():
         raise RunDirError(f"{run} holds no metrics.jsonl", hint="name the directory of a run")

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from typer.core import TyperCommand
-
-from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL
 
 if TYPE_CHECKING:
     from specs.errors import RlctlError
@@ -101,9 +98,9 @@ def init(
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     launcher: Annotated[
-        str,
+        Literal["slurm"] | None,
         Option(help="slurm: write a batch script beside the spec too. Without --preset a SPEC that exists is kept."),
-    ] = "",
+    ] = None,
     target: TargetMachine = Machine.here,
     source: Annotated[
         Path | None,
@@ -119,10 +116,6 @@ def init(
     from rlctl import presets
     from specs.errors import UsageError
 
-    if launcher not in ("", *presets.LAUNCHERS):
-        hint = "write slurm; how a role's processes are started is the spec's own, e.g. actor.launcher"
-        raise UsageError(f'--launcher "{launcher}": not a choice', hint=hint)
-
     if list_presets:
         presets.print_presets(as_json=as_json)
         return
@@ -131,42 +124,26 @@ def init(
     path = spec or Path(f"{preset or (source.stem if source else 'quickstart')}.toml")
     if source is not None and path.resolve() == source.resolve():
         raise UsageError(f"{path}: is the file that --from reads", hint="name another SPEC to write")
-    known = presets.LAUNCHERS.get(launcher)
-    if known is not None and not force:
-        presets.refuse_existing(known.file_of(path))  # before the spec is written: both or neither
+    if launcher and not force:
+        presets.refuse_existing(presets.batch_script_of(path))  # before the spec is written: both or neither
     elsewhere = target == Machine.cluster
     if source is not None:
         presets.write_translated(source, path, force=force, elsewhere=elsewhere)
         typer.echo(f"wrote {path}")
-    elif not (known is not None and not preset and path.exists()):
+    elif not (launcher and not preset and path.exists()):
         presets.write_preset(preset or "quickstart", path, force=force, elsewhere=elsewhere)
         typer.echo(f"wrote {path}")
     quoted = shlex.quote(str(path))
     starts = f"rlctl train {quoted}"
-    if known is not None:
-        typer.echo(f"wrote {known.write(path, force=force, elsewhere=elsewhere)}")
-        starts = known.start(path)
+    if launcher:
+        script = presets.write_batch_script(path, force=force, elsewhere=elsewhere)
+        typer.echo(f"wrote {script}")
+        starts = f"sbatch {shlex.quote(str(script))}"
     there = " --target cluster" if elsewhere else ""
     typer.echo(f"\nnext: rlctl check-config {quoted}{there}\n      {starts}")
 
 
-class ProbeLevel(StrEnum):
-    """Repeat `specs.wire.meta_request.Level`, which would cost every command its imports."""
-
-    meta = "meta"
-    run = "run"
-
-
-class _CheckCommand(TyperCommand):
-    """Take `--probe` for `--probe=meta`, which click's options with values do not."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        levels, following = set(ProbeLevel), [*args[1:], ""]
-        bare = [arg == "--probe" and after not in levels for arg, after in zip(args, following, strict=False)]
-        return super().parse_args(ctx, ["--probe=meta" if it else arg for arg, it in zip(args, bare, strict=True)])
-
-
-@command("check-config", "check-config my.toml --set run.steps=10", cls=_CheckCommand)
+@command("check-config", "check-config my.toml --set run.steps=10")
 def check_config(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -174,21 +151,18 @@ def check_config(
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     target: TargetMachine = Machine.here,
     probe: Annotated[
-        ProbeLevel | None,
-        Option(
+        bool,
+        typer.Option(
             "--probe",
-            metavar="[=meta|run]",
-            help="Build every role's model without memory, in its own interpreter, and compare it with the spec; "
-            "with =run do one trial update of each role on its device.",
+            help="Build every role's model without memory, in its own interpreter, and compare it with the spec.",
         ),
-    ] = None,
+    ] = False,
 ) -> None:
     """Explain a spec and list everything wrong with it. Needs no GPU, changes nothing."""
     from rlctl.check.check_command import check
 
-    level: Literal["meta", "run"] | None = probe.value if probe else None
     raise typer.Exit(
-        check(spec, overrides or [], as_json=as_json, strict=strict, elsewhere=target == Machine.cluster, level=level)
+        check(spec, overrides or [], as_json=as_json, strict=strict, elsewhere=target == Machine.cluster, probed=probe)
     )
 
 
@@ -204,9 +178,6 @@ def train(
             "--accept-changed-files",
             help="With --resume: continue although data, reward or tokenizer files have changed. Recorded.",
         ),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Set aside a run in the same directory that has saved no checkpoint.")
     ] = False,
     fork_of: Annotated[
         str,
@@ -237,7 +208,7 @@ def train(
 
     screen = progress_screen(as_json=as_json, quiet=quiet)
     accepted = accept_changed_files
-    done = run(spec, overrides or [], run_dir, resume, accepted, force=force, fork_of=fork_of, screen=screen)
+    done = run(spec, overrides or [], run_dir, resume, accepted, fork_of=fork_of, screen=screen)
     print_result(done, as_json=as_json)
 
 
@@ -369,11 +340,12 @@ def export_checkpoint(
     out_dir: Annotated[Path, Argument(metavar="OUT_DIR", help="Model folder to write.")],
     step: Annotated[int | None, Option(min=0, help="Step to export; default: the newest.")] = None,
     role: Annotated[
-        str, Option(help="Role to export: actor, critic or reward_model; default: the one that was trained.")
-    ] = "",
+        Literal["actor", "critic", "reward_model"] | None,
+        Option(help="Role to export; default: the one that was trained."),
+    ] = None,
     dtype: Annotated[
-        str | None,
-        Option(help="bf16 or fp32; default: what the base model's config.json says, else what the run trained in."),
+        Literal["bf16", "fp32"] | None,
+        Option(help="Default: what the base model's config.json says, else what the run trained in."),
     ] = None,
     shard_gb: Annotated[
         float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")
@@ -406,19 +378,13 @@ def export_checkpoint(
     quiet: Quiet = False,
 ) -> None:
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
-    from specs.errors import UsageError
-
-    learners = (ACTOR, CRITIC, REWARD_MODEL)
-    for option, value, known in (("--role", role or None, learners), ("--dtype", dtype, ("bf16", "fp32"))):
-        if value is not None and value not in known:
-            raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
     from rlctl.models.run_export import NOTE
     from rlctl.run.export import Limits, export
     from rlctl.show.screen import progress_screen
 
     limits = Limits(shard_gb, memory_gib)
     screen = progress_screen(as_json=as_json, quiet=quiet)
-    code = export(run_dir, out_dir, step, role, dtype, limits, adapter_only, push_to_hub, public, screen)
+    code = export(run_dir, out_dir, step, role or "", dtype, limits, adapter_only, push_to_hub, public, screen)
     if as_json:
         print((out_dir / NOTE).read_text(encoding="utf-8").strip())
     raise typer.Exit(code)

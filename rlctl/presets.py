@@ -6,29 +6,22 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import tomli
 
 import specs
-from specs.errors import SpecError, UsageError
+from specs.errors import UsageError
 from specs.packages import environments, page
 from specs.schema.roles import ROLES
 from specs.terminal import json_text
-
-if TYPE_CHECKING:
-    from specs.schema.spec import Spec
-
-    pass
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
 
 
 def presets() -> dict[str, Path]:
-    """Name → file of every preset that ships with rlctl."""
+    """Return name → file of every preset that ships with rlctl."""
     return {file.stem: file for file in sorted(PRESET_FOLDER.glob("*.toml"))}
 
 
@@ -72,6 +65,10 @@ def print_presets(*, as_json: bool = False) -> None:
     Screen().print(table)
 
 
+def batch_script_of(spec: Path) -> Path:
+    return spec.with_suffix(".sbatch")
+
+
 def refuse_existing(target: Path) -> None:
     """Raises UsageError when a file is in the way."""
     if target.exists():
@@ -108,51 +105,14 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
         replicas=replicas,
         gpus=gpus,
         graders=any(ROLES[role].holds == "scorer" and run.role(role).nodes > 1 for role in run.roles),
-        needs=_engine_on_more_nodes(spec, run),
         spec=shlex.quote(spec.name),
         name=shlex.quote(spec.stem),
         bin='"$PWD/.venv/bin"' if elsewhere else shlex.quote(str(Path(sys.executable).parent)),
         run=shlex.quote(str(run.run.place)),
     )
-    target = LAUNCHERS["slurm"].file_of(spec)
+    target = batch_script_of(spec)
     _write(target, text, force=force)
     return target
-
-
-def _engine_on_more_nodes(spec: Path, run: Spec) -> str:
-    """Return what the actor's engine needs on twice the nodes, by the rules of the spec itself."""
-    from specs.load.load import load_spec
-
-    role, section = run.lead, run.lead_section
-    twice = {f"{role}.nodes": 2 * section.nodes, f"{role}.processes": 2 * section.processes}
-    try:
-        load_spec(spec, [f"{role}.launcher=srun", *(f"{key}={value}" for key, value in twice.items())])
-    except SpecError as error:
-        found = [problem for problem in error.problems if problem.key.startswith(f"{role}.engine")]
-        return f"{found[0].subject}: {found[0].message}." if found else ""
-    return ""
-
-
-class _Writes(Protocol):
-    def __call__(self, spec: Path, *, force: bool, elsewhere: bool = ...) -> Path: ...
-
-
-@dataclass(frozen=True)
-class ForLauncher:
-    """Describe a file that `rlctl init --launcher` writes beside a spec, and how it is started."""
-
-    suffix: str
-    write: _Writes
-    starts: str
-
-    def file_of(self, spec: Path) -> Path:
-        return spec.with_suffix(self.suffix)
-
-    def start(self, spec: Path) -> str:
-        return self.starts.format(file=shlex.quote(str(self.file_of(spec))))
-
-
-LAUNCHERS = {"slurm": ForLauncher(".sbatch", write_batch_script, "sbatch {file}")}
 
 
 def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = False) -> None:

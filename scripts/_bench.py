@@ -25,9 +25,6 @@ from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-# What samplers are timed on: prompts × answers, and the longest answer of each work.
-GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 16, 24
-WORKS = {"short ragged": 64, "long tail": 256}
 # 2.4 million parameters, or a few less when tied.
 SMALL = {
     "model_type": "qwen2",
@@ -46,12 +43,12 @@ SMALL = {
 
 
 def write_config(folder: str | Path, shape: dict[str, Any]) -> None:
-    """`config.json` alone: weights are drawn when the model is built."""
+    """Write `config.json` alone: weights are drawn when the model is built."""
     Path(folder, "config.json").write_text(json.dumps(shape))
 
 
 def write_model(folder: str | Path, shape: dict[str, Any]) -> int:
-    """A random Qwen2 with weights; returns its number of parameters."""
+    """Write a random Qwen2 with weights; return its number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -62,7 +59,7 @@ def write_model(folder: str | Path, shape: dict[str, Any]) -> int:
 
 
 def model_config(folder: str, max_sequence_tokens: int, **changed: Any) -> ModelConfig:
-    """The model in `folder`, random and in fp32 on the CPU, unless `changed`."""
+    """Describe the model in `folder`, random and in fp32 on the CPU, unless `changed`."""
     usual: dict[str, Any] = {
         "from_scratch": True,
         "seed": 0,
@@ -87,70 +84,60 @@ def actor_config(model: ModelConfig, engine: Any, micro_batch_tokens: int) -> Tr
     )
 
 
-def rollout_config(model: ModelConfig, engine: dict[str, Any], prompt_tokens: int) -> RolloutConfig:
-    """Answers may fill what a prompt leaves of the model's longest sequence."""
-    return RolloutConfig.model_validate(
-        {
-            "model": model,
-            "engine": engine,
-            "max_prompt_tokens": prompt_tokens,
-            "max_response_tokens": model.max_sequence_tokens - prompt_tokens,
-            "stop": (),
-        }
-    )
-
-
-def torch_sampler(model: ModelConfig, prompt_tokens: int, **keys: Any) -> tuple[Any, Any]:
-    """A random model and the `torch` rollout engine with its weights."""
+def torch_sampler(model: ModelConfig, prompt_tokens: int, **keys: Any) -> Any:
+    """Build the `torch` rollout engine of a random model; answers may fill what a prompt leaves of its sequences."""
     from backends.hf.hf_model import build_model
     from backends.protocol import Rank
     from backends.torch_rollout.engine import TorchRolloutEngine
     from backends.weights.tensor_bytes import named_weights, tensor_bytes
 
     built = build_model(model, load_weights=True)
-    engine = TorchRolloutEngine.build(rollout_config(model, {"kind": "torch", **keys}, prompt_tokens), Rank())
+    config = {
+        "model": model,
+        "engine": {"kind": "torch", **keys},
+        "max_prompt_tokens": prompt_tokens,
+        "max_response_tokens": model.max_sequence_tokens - prompt_tokens,
+        "stop": (),
+    }
+    engine = TorchRolloutEngine.build(RolloutConfig.model_validate(config), Rank())
     weights = named_weights(built)
     for spec in engine.weight_specs():
         engine.import_weight(spec, tensor_bytes(weights[spec.name]))
     engine.finish_import()
-    return built, engine
+    return engine
 
 
-def ddp_step(config: TrainConfig, batch: Batch, loss: AnyLoss, longest: int) -> Callable[[], tuple[float, float]]:
-    """One optimizer step of the `ddp` engine, which returns the loss and the gradient's norm."""
+def ddp_step(config: TrainConfig, batch: Batch, loss: AnyLoss, longest: int) -> Callable[[], float]:
+    """Return an optimizer step of the `ddp` engine, which returns the loss."""
     from backends.ddp.engine import DdpTrainEngine
     from backends.protocol import LossScale, Rank
 
     engine = DdpTrainEngine.build(config, Rank())
     scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), longest)
 
-    def step() -> tuple[float, float]:
+    def step() -> float:
         sums = engine.forward_backward(batch, loss, scale)
-        return float(sums["loss"]), engine.optim_step().grad_norm
+        engine.optim_step()
+        return float(sums["loss"])
 
     return step
 
 
-def group_prompts(groups: int, group_size: int, tokens: int, vocabulary: int) -> Batch:
-    """Random prompts without special tokens, each repeated for its group."""
-    rows = np.random.default_rng(0).integers(2, vocabulary, (groups, tokens))
-    group_B = np.repeat(np.arange(groups), group_size)
+def random_prompts(count: int, tokens: int, vocabulary: int) -> Batch:
+    """Return random prompts without special tokens, each a group of its own."""
+    own_B = np.arange(count)
     return Batch(
         {
-            "tokens_T": rows[group_B].reshape(-1),
-            "length_B": np.full(len(group_B), tokens),
-            "prefix_B": group_B,
-            "position_B": np.zeros_like(group_B),
-            "group_B": group_B,
-            "rollout_B": np.arange(len(group_B)),
-            "id_B": np.arange(len(group_B)),
-            "row_B": group_B,
+            "tokens_T": np.random.default_rng(0).integers(2, vocabulary, count * tokens),
+            "length_B": np.full(count, tokens),
+            "position_B": np.zeros_like(own_B),
+            **dict.fromkeys(("prefix_B", "group_B", "rollout_B", "id_B", "row_B"), own_B),
         }
     )
 
 
 def spec_text(folder: Path, steps: int, prompts: tuple[int, int], tokens: tuple[int, int], more: dict[str, str]) -> str:
-    """A GRPO spec for the model, data and reward in `folder`. `prompts`: of a step, and completions of each.
+    """Return a GRPO spec for the model, data and reward in `folder`. `prompts`: of a step, and completions of each.
     `tokens`: most of a prompt, and of a completion. `more`: other lines, by table."""
     tables = {
         "run": f'name = "bench"\nsteps = {steps}',

@@ -98,13 +98,12 @@ def toy_size() -> Size:
 
 @dataclass(frozen=True)
 class Part:
-    """`least_s`: with less time left it is not begun. `skip`: why it cannot run here, or nothing; a part that is
-    `optional` may be skipped, and all is proven that could be."""
+    """Describe a part. `skip`: why it cannot run here, or nothing; one that is `optional` may be skipped, and all is
+    proven that could be."""
 
     name: str
     about: str
     limit_s: float
-    least_s: float
     run: Callable[[Size, Path], Figures]
     rows: Callable[[Mapping[str, Any]], Iterator[Row]]
     skip: Callable[[], str | None] = field(default=lambda: None)
@@ -115,7 +114,7 @@ class Part:
 
 
 def measure_device(size: Size, folder: Path) -> Figures:
-    """A matrix product and copies, as fast as they go here: what the other figures are held against."""
+    """Time a matrix product and copies: the other figures are held against them."""
     import torch
 
     n, dtype = size.matmul, torch.bfloat16 if size.dtype == "bf16" else torch.float32
@@ -144,7 +143,7 @@ def device_rows(found: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def timed(work: Callable[[], object], size: Size, rounds: int = 5) -> float:
-    """Median seconds, after one that is not counted."""
+    """Return the median seconds, after one call that is not counted."""
     taken = []
     for _ in range(rounds + 1):
         wait(size)
@@ -275,7 +274,7 @@ def colocated_run(transport: str, rollout: str) -> Callable[[Size, Path], Figure
             return {"failed": f"rlctl train ended with exit code {done.returncode}; see the log"}
         steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         steps = [step for step in steps if step["step"] > 0]
-        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # 6 GB, which nobody asked for
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # 6 GB
         kept = ("step", "time/", "mem/", "sync/", "perf/", "rollout/logprob_gap", "actor/grad_norm", "rollout/length")
         found: Figures = {"steps": [{k: v for k, v in step.items() if k.startswith(kept)} for step in steps]}
         if not all(step.get("sync/verified", True) for step in steps):
@@ -334,7 +333,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def cannot_run() -> str | None:
-    """Why `rlctl train` cannot start: what it imports is asked of this interpreter."""
+    """Say why `rlctl train` cannot start, by importing in this interpreter what it imports."""
     imports = "import rlctl.cli, rlctl.run.train, workers.main, workers.roles.trainer, workers.roles.data"
     done = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
@@ -348,7 +347,7 @@ def no_vllm() -> str | None:
 
 
 def measure_decoding(size: Size, folder: Path) -> Figures:
-    """The `torch` rollout engine: tokens per second, and seconds of a decode step."""
+    """Measure tokens per second and seconds of a decode step of the `torch` rollout engine."""
     import _bench
     import torch
 
@@ -360,23 +359,23 @@ def measure_decoding(size: Size, folder: Path) -> Figures:
     prompt_tokens = 32
     longest = prompt_tokens + size.decode_steps
     about = _bench.model_config(str(folder), longest, dtype=size.dtype, device=device_of(size))
-    _, engine = _bench.torch_sampler(about, prompt_tokens, max_sequences=max(size.decode_batches))
+    engine = _bench.torch_sampler(about, prompt_tokens, max_sequences=max(size.decode_batches))
     found: Figures = {}
     for count in size.decode_batches:
-        prompts = _bench.group_prompts(count, 1, prompt_tokens, config["vocab_size"])
+        prompts = _bench.random_prompts(count, prompt_tokens, config["vocab_size"])
         taken = []
         for seed in range(3):
             wait(size)
             started = time.perf_counter()
             sampling = Sampling(seed=seed, max_response_tokens=size.decode_steps)
-            told = engine.generate(prompts, sampling, lambda batch: None)
+            counts = engine.generate(prompts, sampling, lambda batch: None)
             wait(size)
-            taken.append((time.perf_counter() - started, told))
-        seconds, told = min(taken[1:], key=lambda one: one[0])
+            taken.append((time.perf_counter() - started, counts))
+        seconds, counts = min(taken[1:], key=lambda one: one[0])
         found[str(count)] = {
-            "tokens_per_s": told["generated_tokens"] / seconds,
-            "ms_per_step": 1e3 * seconds / told["decode_steps"],
-            "generated_tokens": told["generated_tokens"],
+            "tokens_per_s": counts["generated_tokens"] / seconds,
+            "ms_per_step": 1e3 * seconds / counts["decode_steps"],
+            "generated_tokens": counts["generated_tokens"],
             "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if size.device == "cuda" else None,
         }
     return {"batches": found, "forward": type(engine._forward).__name__}
@@ -494,8 +493,7 @@ def our_step(size: Size, folder: Path, attention: str, kernels: str = "torch") -
         "rollout_logprob_T": np.full(count * length, -4.0, dtype=np.float32),
     }
     config = _bench.actor_config(about, table, size.micro_batch_tokens)
-    step = _bench.ddp_step(config, Batch(columns), PpoClip(anchor="current"), length)
-    return lambda: step()[0]
+    return _bench.ddp_step(config, Batch(columns), PpoClip(anchor="current"), length)
 
 
 def plain_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
@@ -544,16 +542,16 @@ def tokens_of(size: Size, folder: Path) -> Any:
 # ── all of them, in order ─────────────────────────────────────────────────────────────────────────
 
 PARTS = (
-    Part("tests", "the tests that need a GPU", 240, 20, run_tests, test_rows, no_pytest),
-    Part("run-cuda-ipc", "a colocated GRPO run, 0.5B, weights by CUDA IPC", 120, 40,
+    Part("tests", "the tests that need a GPU", 240, run_tests, test_rows, no_pytest),
+    Part("run-cuda-ipc", "a colocated GRPO run, 0.5B, weights by CUDA IPC", 120,
          colocated_run("cuda_ipc", "torch"), run_rows, cannot_run),
-    Part("run-host", "the same, weights through host memory", 120, 40,
+    Part("run-host", "the same, weights through host memory", 120,
          colocated_run("shm", "torch"), run_rows, cannot_run),
-    Part("run-vllm", "the same by CUDA IPC, sampled by vLLM", 300, 60,
+    Part("run-vllm", "the same by CUDA IPC, sampled by vLLM", 300,
          colocated_run("cuda_ipc", "vllm"), run_rows, no_vllm, optional=True),
-    Part("device", "matrix product and copies", 40, 10, measure_device, device_rows),
-    Part("weights", "checksums and copies of weights", 40, 10, measure_weights, weight_rows),
-    Part("decode", "the torch rollout engine, 0.5B", 90, 20, measure_decoding, decode_rows),
-    Part("train-0.5B", "training alone, 0.5B, 16k tokens", 120, 20, measure_training("0.5B"), train_rows),
-    Part("train-1.5B", "training alone, 1.5B, 16k tokens", 180, 30, measure_training("1.5B"), train_rows),
+    Part("device", "matrix product and copies", 40, measure_device, device_rows),
+    Part("weights", "checksums and copies of weights", 40, measure_weights, weight_rows),
+    Part("decode", "the torch rollout engine, 0.5B", 90, measure_decoding, decode_rows),
+    Part("train-0.5B", "training alone, 0.5B, 16k tokens", 120, measure_training("0.5B"), train_rows),
+    Part("train-1.5B", "training alone, 1.5B, 16k tokens", 180, measure_training("1.5B"), train_rows),
 )  # fmt: skip

@@ -5,9 +5,8 @@
 
 The same model folder (2.4M-parameter Qwen2, random weights, fp32), the same prompts, group size, token limit and
 thread count; learning rate 0, so that lengths stay put; steps after the third; the sides take turns, so that both see
-the same machine; each side runs with the OMP_WAIT_POLICY that was faster for it in a short trial. With
-`--data-parallel`, each side also tries as many data-parallel processes as threads, and keeps the best. TRL is 1.16 with
-transformers generation, in its own environment (`.venv-trl`, made on the first call).
+the same machine. TRL is 1.16 with transformers generation, in its own environment (`.venv-trl`, made on the first
+call).
 
 rlctl's side is `rlctl train` itself, its numbers are those of `metrics.jsonl`: processes, wire, rewards, verified
 weight sync and all.
@@ -23,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,19 +35,8 @@ ENVIRONMENT = dict(os.environ)  # before `_bench` says how OpenMP threads wait
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a side uses the threads it is given. On rlctl's side, `processes` is that of the actor and of the rollout."""
-
-    policy: str  # OMP_WAIT_POLICY
-    processes: int
-
-    def __str__(self) -> str:
-        return f"{self.processes} × {self.policy}"
-
-
-@dataclass(frozen=True)
 class Work:
-    """128 answers per step. A random model ends an answer with probability of about 1 / vocabulary at each token."""
+    """Describe 128 answers per step. A random model ends each with probability 1 / vocabulary at each token, about."""
 
     name: str
     vocab: int
@@ -77,12 +64,11 @@ def add(timings: Timings, found: Timings) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """One work, laid out in a folder that both sides read."""
+    """Lay one work out in a folder that both sides read, and run each."""
 
     work: Work
     folder: Path
     threads: int
-    data_parallel: bool
 
     @property
     def prompts(self) -> list[str]:
@@ -90,7 +76,7 @@ class Bench:
         return ["".join(draw.choices("!#$%&()*+,-./0", k=self.work.prompt_tokens)) for _ in range(self.work.prompts)]
 
     def lay_out(self) -> None:
-        """Model folder with weights, data file and reward."""
+        """Write the model folder with weights, the data file and the reward."""
         from _bench import SMALL, write_model
         from tiny_model import write_bytes_tokenizer, write_task
 
@@ -101,54 +87,43 @@ class Bench:
         print(f"model: {count / 1e6:.2f}M parameters, vocabulary {self.work.vocab}")
 
     @property
-    def layouts(self) -> list[Layout]:
-        counts = {1, self.threads} if self.data_parallel else {1}
-        return [Layout(policy, processes) for processes in sorted(counts) for policy in ("PASSIVE", "ACTIVE")]
+    def environment(self) -> dict[str, str]:
+        return {**ENVIRONMENT, "OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
 
-    def environment(self, layout: Layout) -> dict[str, str]:
-        threads = str(self.threads // layout.processes)
-        return {**ENVIRONMENT, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": layout.policy, "HF_HUB_OFFLINE": "1"}
-
-    def run_trl(self, timings: Timings, steps: int, layout: Layout) -> None:
+    def run_trl(self, timings: Timings, steps: int) -> None:
         order = {
             "model": str(self.folder / "model"),
             "prompts": self.prompts,
             "group": self.work.group,
             "limit": self.work.limit,
             "steps": WARM_UP + steps,
-            "threads": self.threads // layout.processes,
-            "processes": layout.processes,
+            "threads": self.threads,
             "seed": len(timings.get("step_s", [])),
             "out": str(self.folder / "trl"),
         }
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", layout.processes]
-        python = [TRL_PYTHON, *(launcher if layout.processes > 1 else [])]
-        text = call([*python, ROOT / "scripts" / "trl_side.py", json.dumps(order)], self.environment(layout))
+        text = call([TRL_PYTHON, ROOT / "scripts" / "trl_side.py", json.dumps(order)], self.environment)
         found = json.loads(next(line for line in text.splitlines() if line.startswith("RESULT "))[7:])
         add(timings, found)
 
-    def run_rlctl(self, timings: Timings, steps: int, layout: Layout) -> None:
+    def run_rlctl(self, timings: Timings, steps: int) -> None:
         spec = self.folder / "spec.toml"
-        spec.write_text(self.spec(WARM_UP + steps, layout, seed=len(timings.get("step_s", []))))
+        spec.write_text(self.spec(WARM_UP + steps, seed=len(timings.get("step_s", []))))
         run_dir = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
-        call([sys.executable, "-m", "rlctl", "train", spec, "--run-dir", run_dir], self.environment(layout))
+        call([sys.executable, "-m", "rlctl", "train", spec, "--run-dir", run_dir], self.environment)
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         add(timings, {name: [record[key] for record in records] for name, key in RECORDED.items()})
 
-    def spec(self, steps: int, layout: Layout, seed: int) -> str:
+    def spec(self, steps: int, seed: int) -> str:
         from _bench import spec_text
 
-        work, processes = self.work, layout.processes
-        threads = self.threads // processes
-        role = f'processes = {processes}\nthreads = {threads}\nenv = {{ OMP_WAIT_POLICY = "{layout.policy}" }}'
-        launcher = "torchrun" if processes > 1 else "python"
-        actor = f'micro_batch_tokens = 4096\noptimizer = {{ lr = 0.0 }}\nlauncher = "{launcher}"\n{role}'
+        work, role = self.work, f"threads = {self.threads}"
+        actor = f"micro_batch_tokens = 4096\noptimizer = {{ lr = 0.0 }}\n{role}"
         more = {"run": f"seed = {seed}", "actor": actor, "rollout": role}
         return spec_text(self.folder, steps, (work.prompts, work.group), (work.prompt_tokens, work.limit), more)
 
 
 def call(command: list[Any], environment: dict[str, str]) -> str:
-    """Output of a command; its last words and an end when it fails."""
+    """Return the output of a command; end with its last words where it fails."""
     done = subprocess.run(
         [str(part) for part in command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=3600
     )
@@ -170,28 +145,14 @@ def ensure_trl() -> None:
     call([TRL_PYTHON, "-m", "pip", "install", TORCH, *TRL_PACKAGES], ENVIRONMENT)
 
 
-def best_layout(bench: Bench, run: Callable[[Timings, int, Layout], None], label: str) -> Layout:
-    """The layout with the smallest median step in a short trial."""
-    trial: dict[Layout, float] = {}
-    for layout in bench.layouts:
-        timings: Timings = {}
-        run(timings, 3, layout)
-        trial[layout] = statistics.median(timings["step_s"])
-    best = min(trial, key=lambda layout: trial[layout])
-    print(f"{label}: {', '.join(f'{layout} {seconds:.2f} s' for layout, seconds in trial.items())} → {best}")
-    return best
-
-
 def measure(bench: Bench, rounds: int, steps: int) -> tuple[Timings, Timings]:
-    """(TRL, rlctl), taking turns."""
+    """Return the timings of TRL and of rlctl, which take turns."""
     bench.lay_out()
     trl: Timings = {}
     ours: Timings = {}
-    trl_layout = best_layout(bench, bench.run_trl, "TRL")
-    our_layout = best_layout(bench, bench.run_rlctl, "rlctl")
     for number in range(rounds):
-        bench.run_trl(trl, steps, trl_layout)
-        bench.run_rlctl(ours, steps, our_layout)
+        bench.run_trl(trl, steps)
+        bench.run_rlctl(ours, steps)
         print(f"{bench.work.name}, round {number + 1}: TRL {statistics.median(trl['step_s']):.2f} s, "
               f"rlctl {statistics.median(ours['step_s']):.2f} s per step")  # fmt: skip
     return trl, ours
@@ -221,13 +182,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="measured steps per round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--data-parallel", action="store_true", help="each side may also run one process per thread")
     asked = parser.parse_args()
     ensure_trl()
     results = {}
     for name in WORKS if asked.work == "all" else [asked.work]:
         with tempfile.TemporaryDirectory(prefix="rlctl-bench-") as folder:
-            bench = Bench(WORKS[name], Path(folder), asked.threads, asked.data_parallel)
+            bench = Bench(WORKS[name], Path(folder), asked.threads)
             results[name] = measure(bench, asked.rounds, asked.steps)
     show(results)
 

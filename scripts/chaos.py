@@ -1,6 +1,6 @@
-"""Faults in real runs, as many as are asked for: every process in every phase is killed, ended and stopped. Each run
-must end or go on within its bound, name the cause, leave nothing behind, and reach the numbers of the undisturbed run,
-by itself or by `--resume`. Exit code 1 if one does not.
+"""Put faults into real runs: every process in every phase is killed, ended and stopped. Each run must end or continue
+within its bound, name the cause, leave nothing behind, and reach the numbers of the undisturbed run, by itself or by
+`--resume`. Exit code 1 if one does not.
 
     scripts/chaos                         160 faults on fake and ddp
     scripts/chaos --faults 4 --engines fake

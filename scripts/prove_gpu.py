@@ -45,7 +45,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "prove-gpu", help="folder of the results")
     parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="may be repeated")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: shows that the parts work")
-    parser.add_argument("--limit", type=float, help="seconds for all parts together; unset: each part's own limit")
     parser.add_argument("--again", action="store_true", help="also what has passed here before")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -69,7 +68,7 @@ def no_gpu() -> str | None:
 
 
 def compute(name: str, size: Size, out: Path) -> int:
-    """In the process of one part: write what it found."""
+    """Run one part in this process, and write what it found."""
     part = next(part for part in PARTS if part.name == name)
     figures = part.run(size, out / name)
     (out / f"{name}.figures.json").write_text(json.dumps(figures, indent=2))
@@ -80,14 +79,13 @@ def prove(parts: list[Part], size: Size, options: argparse.Namespace) -> int:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     about = machine(size)
-    until = time.monotonic() + (options.limit or sum(part.limit_s for part in parts))
     before = {} if options.again else passed_before(out, about)
     outcomes = []
     for part in parts:
-        outcomes.append(before.get(part.name) or attempt(part, options, until))
+        outcomes.append(before.get(part.name) or attempt(part, options))
         print(line_of(outcomes[-1]), flush=True)
-    kept = [outcome for name, outcome in before.items() if name not in {part.name for part in parts}]
-    record = {"machine": about, "parts": {outcome.part: vars(outcome) for outcome in (*kept, *outcomes)}}
+    all_parts = {**before, **{outcome.part: outcome for outcome in outcomes}}
+    record = {"machine": about, "parts": {name: vars(outcome) for name, outcome in all_parts.items()}}
     (out / "prove-gpu.json").write_text(json.dumps(record, indent=2) + "\n")
     show(about, outcomes)
     print(f"\nAll figures: {out / 'prove-gpu.json'}")
@@ -109,14 +107,11 @@ def passed_before(out: Path, about: Mapping[str, Any]) -> dict[str, Outcome]:
     return {outcome.part: outcome for outcome in found if outcome.state == "passed"}
 
 
-def attempt(part: Part, options: argparse.Namespace, until: float) -> Outcome:
+def attempt(part: Part, options: argparse.Namespace) -> Outcome:
     out: Path = options.out
     if why := part.skip():
         return Outcome(part.name, "skipped", 0.0, why, {})
-    limit = min(part.limit_s, until - time.monotonic())
-    if limit < part.least_s:
-        return Outcome(part.name, "skipped", 0.0, f"only {max(0.0, limit):.0f} s were left", {})
-    print(f"… {part.name}: {part.about} (at most {limit:.0f} s)", flush=True)
+    print(f"… {part.name}: {part.about} (at most {part.limit_s:.0f} s)", flush=True)
     figures = out / f"{part.name}.figures.json"
     figures.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--part", part.name, "--out", str(out)]
@@ -125,7 +120,7 @@ def attempt(part: Part, options: argparse.Namespace, until: float) -> Outcome:
     with (out / f"{part.name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT)
         try:
-            code: int | None = process.wait(limit)
+            code: int | None = process.wait(part.limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -133,14 +128,14 @@ def attempt(part: Part, options: argparse.Namespace, until: float) -> Outcome:
     seconds = time.monotonic() - started
     found = json.loads(figures.read_text()) if figures.exists() else {}
     if code is None:
-        return Outcome(part.name, "timed out", seconds, f"not done within {limit:.0f} s", found)
+        return Outcome(part.name, "timed out", seconds, f"not done within {part.limit_s:.0f} s", found)
     if code or found.get("failed"):
         return Outcome(part.name, "failed", seconds, str(found.get("failed") or last_line(out, part)), found)
     return Outcome(part.name, "passed", seconds, "", found)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """The part and all that it started."""
+    """End the part and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -148,7 +143,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def last_line(out: Path, part: Part) -> str:
     lines = [line for line in (out / f"{part.name}.log").read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:200] if lines else "it ended without a word"
+    return lines[-1].strip()[:200] if lines else "it printed nothing"
 
 
 def machine(size: Size) -> dict[str, Any]:

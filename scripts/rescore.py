@@ -79,7 +79,7 @@ def read(path: Path) -> tuple[Batch, dict[str, Any]]:
 
 
 def actor(about: dict[str, Any], dtype: str) -> TrainEngine:
-    """The run's actor, alone in this process."""
+    """Build the run's actor, alone in this process."""
     body = about["actor"]
     written_by = table_of("train", body["engine"]["kind"])
     ddp = DdpTable()
@@ -91,7 +91,7 @@ def actor(about: dict[str, Any], dtype: str) -> TrainEngine:
 
 
 def load_weights(engine: TrainEngine, run_dir: Path, step: int) -> int:
-    """The checkpoint of `step`, or the newest before it; returns its step. 0: as built."""
+    """Load the checkpoint of `step`, or the newest before it; return its step. 0: as built."""
     root = run_dir / "checkpoints"
     there = [int(found.name.removeprefix("step_")) for found in root.glob("step_*")]
     best = max((found for found in there if found <= step), default=0)
@@ -101,7 +101,7 @@ def load_weights(engine: TrainEngine, run_dir: Path, step: int) -> int:
 
 
 def print_table(batch: Batch, again_T: np.ndarray, rows: int) -> None:
-    """The worst samples: mean |Δ| of sampler, and of trainer, from the new scores; where the larger begins."""
+    """Print the worst samples: mean |Δ| of sampler and of trainer from the new scores; where the larger begins."""
     print(f"{'id':>10} {'row':>8} {'tokens':>7} {'sampler':>10} {'trainer':>10} {'apart':>10}  begins at loss token")
     mask_T = batch["loss_mask_T"] > 0
     for sample in worst_samples(batch, batch["trainer_logprob_T"])[:rows]:
@@ -124,12 +124,12 @@ def whose_are_off(batch: Batch, again_T: np.ndarray) -> str:
     sampler, trainer = (
         float(np.abs(batch[name] - again_T)[mask_T].mean()) for name in ("rollout_logprob_T", "trainer_logprob_T")
     )
-    told = f"mean |Δ| from the new scores: sampler {sampler:.3g}, trainer {trainer:.3g}"
+    found = f"mean |Δ| from the new scores: sampler {sampler:.3g}, trainer {trainer:.3g}"
     if not sampler <= FAIR * trainer:
-        return f"{told}: the sampler's log-probs are off"
+        return f"{found}: the sampler's log-probs are off"
     if not trainer <= FAIR * sampler:
-        return f"{told}: the trainer's log-probs are off"
-    return f"{told}: neither agrees with the new scores better than the other"
+        return f"{found}: the trainer's log-probs are off"
+    return f"{found}: neither agrees with the new scores better than the other"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """The other side of `bench_vs_trl.py`: TRL's GRPOTrainer on the same work. Runs in its own environment, prints JSON.
 
-python scripts/trl_side.py '{"model": …, "prompts": …, "group": …, "limit": …, "steps": …, "processes": …, "out": …}'
+python scripts/trl_side.py '{"model": …, "prompts": …, "group": …, "limit": …, "steps": …, "out": …}'
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -45,12 +44,11 @@ def main(work: dict[str, Any]) -> dict[str, list[float]]:
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) % 2) for text in completions]
 
-    completions = len(work["prompts"]) * work["group"] // work["processes"]
     config = GRPOConfig(
         output_dir=work["out"],
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=completions,
+        per_device_train_batch_size=len(work["prompts"]) * work["group"],
         num_generations=work["group"],
         max_completion_length=work["limit"],
         max_steps=work["steps"],
@@ -81,6 +79,4 @@ def main(work: dict[str, Any]) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    result = main(json.loads(sys.argv[1]))
-    if os.environ.get("RANK", "0") == "0":
-        print("RESULT " + json.dumps(result))
+    print("RESULT " + json.dumps(main(json.loads(sys.argv[1]))))

@@ -9,19 +9,10 @@ from typing import Any
 # What a config leaves out where it is the usual value of its family.
 _HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 _TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2", "starcoder2")
-
-
 # Kinds of layers, by transformers' names, that carry a state; and all that rlctl computes on packed rows.
 STATE_KINDS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 LAYER_KINDS = (
     frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}) | STATE_KINDS
-)
-# Families of several models whose language model transformers has no class for; every build asks transformers itself.
-NOT_ALONE = frozenset(
-    {
-        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "glm4v", "glm4v_moe"),
-        *("glm_ocr", "mllama", "ernie4_5_vl_moe", "hunyuan_vl", "paddleocr_vl", "emu3", "molmo2", "granite4_vision"),
-    }
 )
 _STATE_KEYS = ("mamba_", "ssm_", "linear_conv_")  # of configs that list no kinds of layers
 

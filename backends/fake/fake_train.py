@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,25 +14,20 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from backends import activity
-from backends.fake import bigram as bigram
-from backends.fake.fake_losses import (
-    FakeColumns,
-    FakeTerms,
-    fake_objective,
-    fake_policy_loss,
-    fake_sequence_columns,
-    fake_value_loss,
-)
+from backends.fake import bigram
+from backends.fake.fake_losses import Column, FakeTerms, fake_objective, fake_policy_loss, fake_value_loss
 from backends.packed.packing import (
     Budget,
     MicroBatch,
+    MicroBatches,
     Packing,
     by_token,
-    check_update,
     loss_weight_T,
+    unit_counts,
     update_counts,
 )
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
+from backends.token_metrics import TokenColumns
 from backends.train.trainer_state import TrainerState, lr_at
 from specs.errors import CheckpointError, ModelError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
@@ -85,57 +82,47 @@ class FakeTrainEngine(TrainEngine):
     def _log_softmax(self, micro: MicroBatch) -> NDArray[np.float64]:
         return bigram.log_softmax(self.parameters, micro.tokens_T[micro.hidden_N], self.config.temperature)
 
+    def _check_head(self, *, scores: bool) -> None:
+        """Raise ModelError unless the model gives one number for each token (`scores`), or logits."""
+        if (self.config.model.head != "lm") != scores:
+            raise self._no_scalar_head() if scores else self._no_lm_head()
+
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
-        if self.config.model.head != "lm":
-            raise self._no_lm_head()
-        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
-        for micro in self._packing.micro_batches(batch):
-            logp_NV = self._log_softmax(micro)
-            logprob_T[micro.column_N] = logp_NV[np.arange(len(logp_NV)), micro.target_N]
-            activity.count("micro-batch")
-        return logprob_T
+        self._check_head(scores=False)
+
+        def logprobs(micro: MicroBatch) -> Column:
+            return self._log_softmax(micro)[np.arange(len(micro.target_N)), micro.target_N]
+
+        return _column(self._packing.micro_batches(batch), batch.num_tokens, logprobs)
 
     def values(self, batch: Batch) -> NDArray[np.float32]:
-        value_V = self._value_V()
-        value_T = np.zeros(batch.num_tokens, dtype=np.float32)
-        for micro in self._packing.micro_batches(batch):
-            value_T[micro.column_N] = value_V[micro.tokens_T[micro.hidden_N]]
-            activity.count("micro-batch")
-        return value_T
+        self._check_head(scores=True)
+        return _column(self._packing.micro_batches(batch), batch.num_tokens, self._values)
 
     def scores(self, batch: Batch) -> NDArray[np.float32]:
-        value_V = self._value_V()
-        score_B = np.zeros(len(batch), dtype=np.float32)
-        for micro in self._packing.last_token_micro_batches(batch):
-            score_B[micro.column_N] = value_V[micro.tokens_T[micro.hidden_N]]
-            activity.count("micro-batch")
-        return score_B
+        self._check_head(scores=True)
+        return _column(self._packing.last_token_micro_batches(batch), len(batch), self._values)
 
-    def _value_V(self) -> NDArray[np.float32]:
-        """The number that belongs to each token."""
-        if self.config.model.head == "lm":
-            raise self._no_scalar_head()
-        value_V: NDArray[np.float32] = self.parameters[bigram.SCORE][0]
-        return value_V
+    def _values(self, micro: MicroBatch) -> Column:
+        """Return the number that belongs to each token."""
+        value_V = self.parameters[bigram.SCORE][0]
+        return np.asarray(value_V[micro.tokens_T[micro.hidden_N]], dtype=np.float64)
 
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
-        if isinstance(loss, ValueLoss):
-            return self._value_forward_backward(batch, loss, scale)
-        if isinstance(loss, Objective):
-            return self._objective_forward_backward(batch, loss, scale)
-        assert isinstance(loss, Loss)
-        if self.config.model.head != "lm":
-            raise self._no_lm_head()
-        check_update(batch, loss)
-        weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
-        of_sequence = fake_sequence_columns(batch, loss, lambda: self.forward(batch))
-        of_sequence_T = {name: by_token(column_B, batch) for name, column_B in of_sequence.items()}
-        micros = self._packing.micro_batches(batch)
-        done = [self._forward_backward(batch, micro, weight_T, of_sequence_T, loss) for micro in micros]
+        batch.require(loss.columns, "update")
+        of_scores = isinstance(loss, Objective) and loss.of_scores
+        self._check_head(scores=of_scores or isinstance(loss, ValueLoss))
+        packing = self._packing
+        micros = packing.last_token_micro_batches(batch) if of_scores else packing.micro_batches(batch)
+        terms_of, done = self._loss_terms(batch, loss, scale), []
+        for micro in micros:
+            done.append(terms_of(micro))
+            activity.count("micro-batch")
         return {
             **{name: sum((terms.sums[name] for terms in done), 0.0) for name in loss.summed()},
             **{name: max((terms.maxima[name] for terms in done), default=0.0) for name in loss.maxima()},
             **update_counts(batch, micros),
+            **unit_counts(batch),
         }
 
     def evaluate(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
@@ -144,91 +131,75 @@ class FakeTrainEngine(TrainEngine):
         self.grads = kept
         return found
 
-    def _value_forward_backward(self, batch: Batch, loss: ValueLoss, scale: LossScale) -> Mapping[str, float]:
-        check_update(batch, loss)
-        value_V = self._value_V().astype(np.float64)
+    def _loss_terms(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Callable[[MicroBatch], FakeTerms]:
+        """Return a function that computes the loss of a micro-batch and adds its gradients."""
+        if isinstance(loss, Objective):
+            return self._objective_terms(batch, loss, scale)
+        assert isinstance(loss, Loss | ValueLoss), loss
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
-        sums = dict.fromkeys(loss.summed(), 0.0)
-        micros = self._packing.micro_batches(batch)
-        for micro in micros:
-            columns = (column_T[micro.column_N] for column_T in (weight_T, batch["value_T"], batch["return_T"]))
-            weight_N, old_N, return_N = (column_N.astype(np.float64) for column_N in columns)
-            token_N = micro.tokens_T[micro.hidden_N]
-            _, by_value_N, found = fake_value_loss(value_V[token_N], weight_N, old_N, return_N, loss)
-            np.add.at(self.grads[bigram.SCORE][0], token_N, by_value_N)
-            sums = {name: value + found[name] for name, value in sums.items()}
-            activity.count("micro-batch")
-        return {**sums, **update_counts(batch, micros)}
+        of_sequence: Mapping[str, NDArray[np.float64]] = {}
+        if isinstance(loss, Loss) and loss.sequence_columns:
+            from backends.train.losses import sequence_columns  # it imports torch
 
-    def _forward_backward(
-        self,
-        batch: Batch,
-        micro: MicroBatch,
-        weight_T: NDArray[np.float32],
-        of_sequence_T: Mapping[str, NDArray[np.float32]],
-        loss: Loss,
-    ) -> FakeTerms:
-        def column(name: str) -> NDArray[np.float64]:
-            return batch[name][micro.column_N].astype(np.float64)
+            of_sequence = sequence_columns(batch, loss, lambda: self.forward(batch))
+        of_sequence_T = {name: by_token(column_B, batch) for name, column_B in of_sequence.items()}
 
-        logp_NV = self._log_softmax(micro)
-        p_NV = np.exp(logp_NV)
-        rows = np.arange(len(logp_NV))
-        entropy_N = -(p_NV * logp_NV).sum(axis=1)
-        columns = FakeColumns(
-            weight_N=weight_T[micro.column_N].astype(np.float64),
-            advantage_N=column("advantage_T"),
-            rollout_logprob_N=column("rollout_logprob_T"),
-            old_logprob_N=column("old_logprob_T") if "old_logprob_T" in loss.columns else None,
-            ref_logprob_N=column("ref_logprob_T") if "ref_logprob_T" in loss.columns else None,
-            of_sequence={name: value_T[micro.column_N].astype(np.float64) for name, value_T in of_sequence_T.items()},
-            correction_N=column("correction_T") if "correction_T" in loss.columns else None,
-            covariant_N=column("covariant_T") if "covariant_T" in loss.columns else None,
-        )
-        terms = fake_policy_loss(logp_NV[rows, micro.target_N], entropy_N, columns, loss)
-        grad_NV = -p_NV * terms.by_logprob_N[:, None]
-        grad_NV -= p_NV * (logp_NV + entropy_N[:, None]) * terms.by_entropy_N[:, None]
-        grad_NV[rows, micro.target_N] += terms.by_logprob_N
-        self._add_gradient(micro, grad_NV)
+        def terms_of(micro: MicroBatch) -> FakeTerms:
+            def values(column_T: NDArray[Any]) -> Column:
+                return np.asarray(column_T[micro.column_N], dtype=np.float64)
+
+            if isinstance(loss, ValueLoss):
+                weight_N, old_N, return_N = map(values, (weight_T, batch["value_T"], batch["return_T"]))
+                return self._learn_values(
+                    micro, lambda value_N: fake_value_loss(value_N, weight_N, old_N, return_N, loss)
+                )
+            assert isinstance(loss, Loss)
+            columns = TokenColumns.of(batch, loss, weight_T, of_sequence_T, values)
+            return self._learn_tokens(
+                micro, lambda logprob_N, entropy_N, _: fake_policy_loss(logprob_N, entropy_N, columns, loss)
+            )
+
+        return terms_of
+
+    def _objective_terms(
+        self, batch: Batch, objective: Objective, scale: LossScale
+    ) -> Callable[[MicroBatch], FakeTerms]:
+        import torch
+
+        from backends.train.objective_losses import ObjectiveBatch
+
+        rows = ObjectiveBatch(batch, objective, scale)
+
+        def terms_of(micro: MicroBatch) -> FakeTerms:
+            loss_of = partial(fake_objective, rows.columns(micro, torch.from_numpy))
+            return self._learn_values(micro, loss_of) if objective.of_scores else self._learn_tokens(micro, loss_of)
+
+        return terms_of
+
+    def _learn_values(self, micro: MicroBatch, loss_of: Callable[[Column], FakeTerms]) -> FakeTerms:
+        terms = loss_of(self._values(micro))
+        np.add.at(self.grads[bigram.SCORE][0], micro.tokens_T[micro.hidden_N], terms.by_value_N)
         return terms
 
-    def _add_gradient(self, micro: MicroBatch, grad_NV: NDArray[np.float64]) -> None:
+    def _learn_tokens(
+        self, micro: MicroBatch, loss_of: Callable[[Column, Column, NDArray[np.bool_]], FakeTerms]
+    ) -> FakeTerms:
+        """`loss_of`: from log-probs, entropies, and which tokens are the likeliest."""
+        logp_NV, target = self._log_softmax(micro), (np.arange(len(micro.target_N)), micro.target_N)
+        p_NV = np.exp(logp_NV)
+        entropy_N = -(p_NV * logp_NV).sum(axis=1)
+        terms = loss_of(logp_NV[target], entropy_N, logp_NV.argmax(axis=1) == micro.target_N)
+        grad_NV = -p_NV * terms.by_value_N[:, None]
+        if terms.by_entropy_N is not None:
+            grad_NV -= p_NV * (logp_NV + entropy_N[:, None]) * terms.by_entropy_N[:, None]
+        grad_NV[target] += terms.by_value_N
         grad_NV /= self.config.temperature
         np.add.at(self.grads["bigram.weight"], micro.tokens_T[micro.hidden_N], grad_NV)
         self.grads["bias.weight"] += grad_NV.sum(axis=0)
-        activity.count("micro-batch")
-
-    def _objective_forward_backward(self, batch: Batch, objective: Objective, scale: LossScale) -> Mapping[str, float]:
-        import torch
-
-        from backends.train.objective_losses import ObjectiveBatch, unit_counts
-
-        check_update(batch, objective)
-        if objective.of_scores != (self.config.model.head != "lm"):
-            raise self._no_scalar_head() if objective.of_scores else self._no_lm_head()
-        rows, sums = ObjectiveBatch(batch, objective, scale), dict.fromkeys(objective.summed(), 0.0)
-        packing = self._packing
-        micros = packing.last_token_micro_batches(batch) if objective.of_scores else packing.micro_batches(batch)
-        for micro in micros:
-            columns, token_N = rows.columns(micro, torch.from_numpy), micro.tokens_T[micro.hidden_N]
-            if objective.of_scores:
-                by_value_N, found = fake_objective(self._value_V()[token_N].astype(np.float64), columns)
-                np.add.at(self.grads[bigram.SCORE][0], token_N, by_value_N)
-                activity.count("micro-batch")
-            else:
-                logp_NV, at = self._log_softmax(micro), (np.arange(len(token_N)), micro.target_N)
-                p_NV = np.exp(logp_NV)
-                correct_N = logp_NV.argmax(axis=1) == micro.target_N
-                by_value_N, found = fake_objective(logp_NV[at], columns, -(p_NV * logp_NV).sum(axis=1), correct_N)
-                grad_NV = -p_NV * by_value_N[:, None]
-                grad_NV[at] += by_value_N
-                self._add_gradient(micro, grad_NV)
-            sums = {name: value + found[name] for name, value in sums.items()}
-        return {**sums, **update_counts(batch, micros), **unit_counts(batch)}
+        return terms
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
-        if self.config.model.head != "lm":
-            raise self._no_lm_head()
+        self._check_head(scores=False)
         completions = [GreedyCompletion([], []) for _ in prompts]
         for prompt, written in zip(prompts, completions, strict=True):
             last = prompt[-1]
@@ -302,6 +273,15 @@ class FakeTrainEngine(TrainEngine):
 
     def start_schedule_at(self, optimizer_steps: int) -> None:
         self.state.start_schedule_at(optimizer_steps)
+
+
+def _column(micros: MicroBatches, size: int, numbers: Callable[[MicroBatch], Column]) -> NDArray[np.float32]:
+    """Return the `numbers` of each micro-batch in their places, 0 in the others."""
+    column = np.zeros(size, dtype=np.float32)
+    for micro in micros:
+        column[micro.column_N] = numbers(micro)
+        activity.count("micro-batch")
+    return column
 
 
 def _read_into(path: Path, targets: dict[str, NDArray[np.float32]]) -> None:

@@ -32,7 +32,7 @@ from backends.megatron.layouts import Experts, layers_of_stage, padded_vocabular
 from backends.megatron.own_options import with_options
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
-from backends.packed.packed_attention import Reach
+from backends.packed.packed_attention import Scoring
 from backends.train.rms_norm import rms_norm
 from backends.ulysses.exchange import heads_to_rows, rows_to_heads
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
@@ -78,7 +78,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if not context.alone:
             key, value = (for_each_rank(each, query.shape[1], context) for each in (key, value))
             query, key, value = rows_to_heads((query, key, value), context)
-        out_1THD = packed_seq_params.layout.attend(self, query, key, value, scaling=None, reach=Reach())
+        out_1THD = packed_seq_params.layout.attend(self, query, key, value, Scoring())
         if not context.alone:
             out_1THD = heads_to_rows(out_1THD, context)
         return out_1THD[0].flatten(1)[:, None]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.packed.packed_attention import Reach, Scored, additive_mask
+from backends.packed.packed_attention import Reach, Scoring, additive_mask
 from backends.packed.row_ops import Put, RowCopies, copy_rows, take_rows
 
 
@@ -49,24 +49,14 @@ class PackedLayout:
         self.index_P, self.inverse_T = put(plan.index_P), put(plan.inverse_T)
         self._masks: dict[tuple[int, Reach], Tensor] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        reach: Reach,
-        function: Scored | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         q_groups, k_groups, v_groups = (self._padded(x) for x in (query, key, value))
         outputs = []
         for q, k, v in zip(q_groups, k_groups, v_groups, strict=True):
-            if function is None:
-                out = causal_attention(q, k, v, scaling, reach).transpose(1, 2)
+            if how.function is None:
+                out = causal_attention(q, k, v, how.scaling, how.reach).transpose(1, 2)
             else:
-                out = function(q, k, v, self._mask(q.shape[2], reach, q))
+                out = how.function(q, k, v, self._mask(q.shape[2], how.reach, q))
             outputs.append(out.flatten(0, 1))
         out_P = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         out_T = out_P if self.identity else take_rows(out_P, self.inverse_T)

@@ -54,24 +54,21 @@ class Reach(NamedTuple):
         return hidden if self == Reach() else hidden.logical_or_(key < self.first(query))
 
 
+class Scoring(NamedTuple):
+    """How a layer scores: `function` computes a batch of sequences; None: sdpa, with `scaling`."""
+
+    scaling: float | None = None
+    reach: Reach = Reach()
+    function: Scored | None = None
+
+
 class Layout(Protocol):
     """Computes attention for a packed row. Keys and values come with KV heads, not repeated."""
 
     mask: Tensor | None
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        reach: Reach,
-        function: Scored | None = None,
-    ) -> Tensor:
-        """query [1, H, T, D], key and value [1, KV, T, D] → [1, T, H, D]. `function` computes a batch of sequences;
-        None: sdpa, with `scaling`."""
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
+        """query [1, H, T, D], key and value [1, KV, T, D] → [1, T, H, D]."""
         ...
 
 
@@ -104,7 +101,7 @@ def sdpa_by_layout(
             hint='set model.attn_implementation = "eager"',
         )
     _check(module, attention_mask, kwargs)
-    return _current.attend(module, query, key, value, scaling=kwargs.get("scaling"), reach=_reach(module, kwargs)), None
+    return _current.attend(module, query, key, value, Scoring(kwargs.get("scaling"), _reach(module, kwargs))), None
 
 
 def eager_by_layout(
@@ -122,9 +119,7 @@ def eager_by_layout(
     def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return own(module, query, key, value, mask, **kwargs)[0]
 
-    return _current.attend(
-        module, query, key, value, scaling=None, reach=_reach(module, kwargs), function=function
-    ), None
+    return _current.attend(module, query, key, value, Scoring(None, _reach(module, kwargs), function)), None
 
 
 def eager_function(module_class: type[nn.Module]) -> AttentionFunction | None:

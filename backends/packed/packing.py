@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from backends.protocol import LossScale
 from specs.errors import BatchError
-from specs.schema.algorithms.algorithm import AnyLoss, Loss
+from specs.schema.algorithms.algorithm import Loss
 from specs.wire.batch import Batch
 from specs.wire.model_flops import DecoderSize
 from specs.wire.partition import Part, even_rows, fewest_rows, in_step
@@ -298,9 +298,16 @@ def update_counts(batch: Batch, micros: MicroBatches, ranks: int = 1, *, first: 
     }
 
 
-def check_update(batch: Batch, loss: AnyLoss) -> None:
-    """Raise BatchError unless the batch has every column that `forward_backward` needs."""
-    batch.require(loss.columns, "update")
+def unit_counts(batch: Batch) -> dict[str, float]:
+    """Return the counts of `UNIT_SUMS`; none of a batch without units."""
+    if "unit_B" not in batch:
+        return {}
+    chosen = int((batch["chosen_B"] != 0).sum())
+    return {
+        "units": float(len(np.unique(batch["unit_B"]))),
+        "chosen": float(chosen),
+        "rejected": float(len(batch) - chosen),
+    }
 
 
 def by_token(column_B: NDArray[np.float64], batch: Batch) -> NDArray[np.float32]:

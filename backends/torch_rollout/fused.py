@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.packed.packed_attention import Layout, Reach
+from backends.packed.packed_attention import Layout, Reach, Scoring
 from backends.torch_rollout.decode_check import compare_forwards
 from backends.torch_rollout.runner import ROPE_BY_LENGTH, Forward, GenericForward
 
@@ -150,14 +150,8 @@ class FusedForward:
             rotated = heads[:, : query_heads + kv_heads]
         rotated = torch.addcmul(rotated * cos, rotated.roll(dim // 2, -1), signed_sin)
         query, key = (t.transpose(0, 1)[None] for t in rotated.split([query_heads, kv_heads], 1))
-        out = layout.attend(
-            attention,
-            query,
-            key,
-            heads[:, query_heads + kv_heads :].transpose(0, 1)[None],
-            scaling=attention.scaling,
-            reach=self.reaches[number],
-        )
+        value = heads[:, query_heads + kv_heads :].transpose(0, 1)[None]
+        out = layout.attend(attention, query, key, value, Scoring(attention.scaling, self.reaches[number]))
         x = _add_linear(x, out[0].flatten(1), attention.o_proj)
         gate, up = F.linear(
             self._norm(x, block.post_attention_layernorm), self.gate_up[number].weight, self.gate_up[number].bias

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends.packed.layout import groups_of_like_length, wants_a_key_per_query_head
-from backends.packed.packed_attention import Reach, Scored, additive_mask
+from backends.packed.packed_attention import Reach, Scoring, additive_mask
 from backends.sample_requests import SampleRequest
 from backends.torch_rollout.kv_cache import LayerTensors, layer_of
 
@@ -104,17 +104,7 @@ class ContinuedLayout:
         self._inverse_T = torch.from_numpy(inverse_T).to(device)
         self._masks: dict[tuple[int, Reach], Tensor] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        reach: Reach,
-        function: Scored | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         layer = layer_of(module)
         query_T = query[0].transpose(0, 1)
         keys_W, values_W = self.kept[layer] = self._whole(layer, 0, key), self._whole(layer, 1, value)
@@ -124,8 +114,8 @@ class ContinuedLayout:
                 rows.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
                 for rows, index in ((query_T, group.new_nQ), (keys_W, group.whole_nS), (values_W, group.whole_nS))
             )
-            mask = self._mask(number, reach, q)
-            out = function(q, k, v, mask) if function else _attention(q, k, v, mask, scaling)
+            mask = self._mask(number, how.reach, q)
+            out = how.function(q, k, v, mask) if how.function else _attention(q, k, v, mask, how.scaling)
             outputs.append(out.flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._inverse_T)[None]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends.packed.layout import PackedLayout
-from backends.packed.packed_attention import Reach, Scored, additive_mask
+from backends.packed.packed_attention import Reach, Scoring, additive_mask
 from backends.packed.state_layers import LayerState
 from backends.torch_rollout.slot_states import SlotStates
 
@@ -45,19 +45,9 @@ class PromptLayout(PackedLayout):
         self._layers = layers
         self._free: list[Tensor] = []
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        reach: Reach,
-        function: Scored | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         self.kept[layer_of(module)] = (self._copy(key[0].transpose(0, 1)), self._copy(value[0].transpose(0, 1)))
-        return super().attend(module, query, key, value, scaling=scaling, reach=reach, function=function)
+        return super().attend(module, query, key, value, how)
 
     def _copy(self, packed: Tensor) -> Tensor:
         if not self.kept and not self._free:
@@ -138,17 +128,7 @@ class KvCache:
         self._ragged = [bool((position_B[s.start : s.stop] + 1 != s.length).any()) for s in segments]
         self._masks = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        reach: Reach,
-        function: Scored | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         layer = layer_of(module)
         keys, values = self.keys[layer], self.values[layer]
         heads, n = keys.shape[1], query.shape[2]
@@ -156,14 +136,15 @@ class KvCache:
         keys[slots, :, self._positions] = key[0].transpose(0, 1)
         values[slots, :, self._positions] = value[0].transpose(0, 1)
         # Query heads that share a key/value head stand as G queries of one head: nothing is repeated.
-        q = query.transpose(1, 2).reshape(n, heads if function is None else query.shape[1], -1, query.shape[3])
+        q = query.transpose(1, 2).reshape(n, heads if how.function is None else query.shape[1], -1, query.shape[3])
         outputs = []
         for number, s in enumerate(self._segments):
             part, k, v = q[s.start : s.stop], keys[s.start : s.stop, :, : s.length], values[s.start : s.stop]
-            v, mask = v[:, :, : s.length], self._mask(number, reach, q.dtype)
-            outputs.append(
-                decode_attention(part, k, v, mask, scaling) if function is None else function(part, k, v, mask)
-            )
+            v, mask = v[:, :, : s.length], self._mask(number, how.reach, q.dtype)
+            if how.function is None:
+                outputs.append(decode_attention(part, k, v, mask, how.scaling))
+            else:
+                outputs.append(how.function(part, k, v, mask))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.reshape(1, n, query.shape[1], values.shape[3])
 

@@ -34,9 +34,9 @@ from backends.packed.packing import (
     MicroBatches,
     Packing,
     by_token,
-    check_update,
     loss_weight_T,
     pack,
+    unit_counts,
     update_counts,
 )
 from backends.packed.row_ops import RowCopies
@@ -44,13 +44,14 @@ from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.packed.state_layers import prove_gradients
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
+from backends.token_metrics import TokenColumns
 from backends.train import weight_export
 from backends.train.adamw import MOMENTS
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask, LossResult, LossTask, ObjectiveTask
 from backends.train.lora import Adapters
-from backends.train.losses import TokenColumns, sequence_columns
-from backends.train.objective_losses import ObjectiveBatch, unit_counts
+from backends.train.losses import sequence_columns
+from backends.train.objective_losses import ObjectiveBatch
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import HeldModel, Make, Policy, Task, hold_model
 from backends.train.rng import read_rng, write_rng
@@ -322,7 +323,7 @@ class HfTrainEngine(TrainEngine):
             raise self._no_scalar_head() if scores else self._no_lm_head()
 
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
-        check_update(batch, loss)
+        batch.require(loss.columns, "update")
         of_scores = isinstance(loss, Objective) and loss.of_scores
         self._check_head(scores=of_scores or isinstance(loss, ValueLoss))
         shared = share_batch(batch, self.sharers, self.device).batch
@@ -377,24 +378,12 @@ class HfTrainEngine(TrainEngine):
             def values(column_T: NDArray[Any]) -> Tensor:
                 return zero_N if micro is NOTHING else staging.put(column_T[micro.column_N].astype(np.float32))
 
-            def column(name: str) -> Tensor | None:
-                return values(batch[name]) if name in loss.columns else None
-
             if isinstance(loss, ValueLoss):
                 return ValueLossTask(
                     ValueColumns(values(weight_T), values(batch["value_T"]), values(batch["return_T"])), loss
                 )
             assert isinstance(loss, Loss)
-            columns = TokenColumns(
-                weight_N=values(weight_T),
-                advantage_N=values(batch["advantage_T"]),
-                rollout_logprob_N=values(batch["rollout_logprob_T"]),
-                old_logprob_N=column("old_logprob_T"),
-                ref_logprob_N=column("ref_logprob_T"),
-                of_sequence={name: values(value_T) for name, value_T in of_sequence_T.items()},
-                correction_N=column("correction_T"),
-                covariant_N=column("covariant_T"),
-            )
+            columns = TokenColumns.of(batch, loss, weight_T, of_sequence_T, values)
             return LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
 
         return task_of

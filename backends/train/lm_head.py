@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from backends.memory import hand_back
-from backends.train.losses import TokenColumns, policy_loss
+from backends.token_metrics import TokenColumns
+from backends.train.losses import policy_loss
 from backends.train.objective_losses import ObjectiveColumns
 from specs.schema.algorithms.algorithm import Loss
 from specs.schema.objectives import Objective

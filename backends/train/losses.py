@@ -7,7 +7,7 @@ does not depend on how tokens are split over micro-batches and ranks. `LOSSES` h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.packed.packing import log_ratio_T, loss_tokens_B
-from backends.token_metrics import TokenValues, no_function, token_values
+from backends.token_metrics import TokenColumns, TokenValues, token_values
 from backends.train.own_loss import own_loss
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
 from specs.schema.algorithms.algorithm_tables import (
@@ -42,25 +42,6 @@ class PolicyLoss:
     log_ratio_N: Tensor
     ratio_N: Tensor
     clipped_N: Tensor
-
-
-@dataclass(frozen=True)
-class TokenColumns:
-    """Hold what the loss reads at each loss token besides the model's own numbers."""
-
-    weight_N: Tensor
-    advantage_N: Tensor
-    rollout_logprob_N: Tensor
-    old_logprob_N: Tensor | None  # where the loss's anchor is "trainer"
-    ref_logprob_N: Tensor | None  # None: no KL term
-    of_sequence: Mapping[str, Tensor] = field(default_factory=dict)  # the loss's sequence columns, at each token
-    correction_N: Tensor | None = None  # None: every token's policy loss counts as it is
-    covariant_N: Tensor | None = None  # 1 where the loss treats a token as one of high covariance, else 0
-
-    def slice(self, start: int, stop: int) -> TokenColumns:
-        of_sequence = {name: column_N[start:stop] for name, column_N in self.of_sequence.items()}
-        own = {name: column for name, column in vars(self).items() if isinstance(column, Tensor)}
-        return replace(self, **{name: column_N[start:stop] for name, column_N in own.items()}, of_sequence=of_sequence)
 
 
 def clipped_surrogate(
@@ -182,7 +163,8 @@ def _kl_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Kl
 def _chosen(columns: TokenColumns) -> Tensor:
     """Which tokens the loss treats as ones of high covariance (bool)."""
     assert columns.covariant_N is not None, "the loss's columns name it"
-    return columns.covariant_N > 0
+    chosen_N: Tensor = columns.covariant_N > 0
+    return chosen_N
 
 
 def _function(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: FunctionLoss) -> PolicyLoss:
@@ -227,14 +209,6 @@ LOSSES: Mapping[type[Loss], LossFunction] = {
 }
 
 
-def loss_function(loss: Loss) -> LossFunction:
-    """Raises RlctlError when there is none."""
-    try:
-        return LOSSES[type(loss)]
-    except KeyError:
-        raise no_function(loss, LOSSES, "LOSSES in backends/train/losses.py") from None
-
-
 def sequence_columns(
     batch: Batch, loss: Loss, logprobs: Callable[[], NDArray[np.float32]]
 ) -> Mapping[str, NDArray[np.float64]]:
@@ -242,7 +216,7 @@ def sequence_columns(
 
     Against the current log-probs every log-ratio is exactly 0, so the pass is spared.
     """
-    function = loss_function(loss).sequences
+    function = LOSSES[type(loss)].sequences
     if function is None:
         return {}
     on_policy = loss.anchor == "current"
@@ -266,7 +240,7 @@ def policy_loss(
     now_N = logprob_N.detach()
     trainer_N = now_N if columns.old_logprob_N is None else columns.old_logprob_N
     anchor_N = columns.rollout_logprob_N if loss.anchor == "sampler" else trainer_N
-    policy = loss_function(loss).tokens(logprob_N, anchor_N, columns, loss)
+    policy = LOSSES[type(loss)].tokens(logprob_N, anchor_N, columns, loss)
     loss_N, kl_N = policy.loss_N, torch.zeros_like(now_N)
     if columns.correction_N is not None:
         loss_N = columns.correction_N * loss_N

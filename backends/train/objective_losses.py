@@ -308,15 +308,3 @@ def _check_units(
         raise BatchError(f"unit {units[wrong[0]]} has {has} on this rank; {objective.kind} needs one of each")
     if len(empty := np.flatnonzero(tokens_B == 0)):
         raise BatchError(f"unit {unit_B[empty[0]]} has a sequence without a token to learn from")
-
-
-def unit_counts(batch: Batch) -> dict[str, float]:
-    """Return the counts of `UNIT_SUMS`; none of a batch without units."""
-    if "unit_B" not in batch:
-        return {}
-    chosen = int((batch["chosen_B"] != 0).sum())
-    return {
-        "units": float(len(np.unique(batch["unit_B"]))),
-        "chosen": float(chosen),
-        "rejected": float(len(batch) - chosen),
-    }

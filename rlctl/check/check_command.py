@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlctl.check.findings import Findings, examine, notes_of
 from rlctl.check.meaning import as_dict
@@ -14,9 +13,6 @@ from rlctl.processes.placement import Plan
 from specs.errors import SpecError
 from specs.schema.spec import Spec
 from specs.terminal import json_text
-
-if TYPE_CHECKING:
-    from specs.wire.meta_request import Level
 
 
 def check(
@@ -26,13 +22,13 @@ def check(
     as_json: bool,
     strict: bool = False,
     elsewhere: bool = False,
-    level: Level | None = None,
+    probed: bool = False,
 ) -> int:
     """Print the findings; return 0, or 2 when there are problems. `strict`: warnings are problems too. `elsewhere`:
-    the run is for another machine. `level`: how far a spec without problems is probed."""
+    the run is for another machine. `probed`: a spec without problems is probed too."""
     findings = examine(spec_path, overrides, elsewhere=elsewhere)
-    if level is not None and findings.ok and findings.spec is not None and findings.plan is not None:
-        findings = _probed(findings, findings.spec, findings.plan, spec_path.absolute().parent, level)
+    if probed and findings.ok and findings.spec is not None and findings.plan is not None:
+        findings = _probed(findings, findings.spec, findings.plan, spec_path.absolute().parent)
     if strict:
         findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
     meaning = as_dict(findings, spec_path)
@@ -45,7 +41,7 @@ def check(
     return 0 if findings.ok else SpecError.exit_code
 
 
-def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: Level) -> Findings:
+def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path) -> Findings:
     """Return the findings with those of a probe."""
     from rlctl.check.meta_build import probe
     from rlctl.check.meta_report import probe_problems
@@ -54,9 +50,8 @@ def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: L
 
     if problems := address_problems(spec):
         return replace(findings, problems=problems)
-    what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
-    with Screen(stderr=True).status(f"probe: {what} …"):
-        found = probe(spec, spec_dir, plan, level)
+    with Screen(stderr=True).status("probe: building every role's model without memory …"):
+        found = probe(spec, spec_dir, plan)
     problems, warnings = probe_problems(spec, found)
     notes = findings.notes
     if findings.elsewhere:

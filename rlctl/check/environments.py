@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlctl.check.own_functions import offline_environment
 from rlctl.models.paths import model_folder
 from rlctl.preflight.interpreters import own_path
 from rlctl.preflight.reward_files import environment_keys
-from rlctl.processes.placement import package_root
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import DataError, Problem
 from specs.rules.all_rules import with_values
@@ -63,22 +63,18 @@ class TriedEnvironment:
     output: str = ""  # the end of what it printed, where something is wrong
 
 
-@dataclass(frozen=True)
-class Tried:
-    """Hold the problems of environments, and what was found of each."""
-
-    errors: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
-    environments: list[TriedEnvironment] = field(default_factory=list)
-
-
-def try_environments(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> Tried:
-    """Try each environment that can be tried. Keys in `known` have been found wrong already."""
-    found = Tried()
+def try_environments(
+    spec: Spec, spec_dir: Path, known: Collection[str] = ()
+) -> tuple[list[Problem], list[Problem], list[TriedEnvironment]]:
+    """Try each environment that can be tried; return errors, warnings, and what was found of each. Keys in `known` have
+    been found wrong already."""
+    errors: list[Problem] = []
+    warnings: list[Problem] = []
+    found: list[TriedEnvironment] = []
     if not isinstance(spec, RlSpec) or not spec.environments or "reward.python" in known:
-        return found
+        return errors, warnings, found
     sections = environment_keys(spec)
-    rows = {} if {"data.train", "data.environment_column"} & {*known} else _rows(spec, spec_dir, sections, found)
+    rows = {} if {"data.train", "data.environment_column"} & {*known} else _rows(spec, spec_dir, sections, errors)
     wanted = {
         key for key, one in sections.items() if _named_once(one) and not any(k.startswith(f"{key}.") for k in known)
     }
@@ -94,10 +90,10 @@ def try_environments(spec: Spec, spec_dir: Path, known: Collection[str] = ()) ->
             for problem in reply.pop("problems"):
                 message = problem["message"].replace(str(folder), spec.model.path) if folder else problem["message"]
                 new = Problem(problem["key"], message, problem["hint"])
-                kind = found.errors if problem["refuses"] else found.warnings
+                kind = errors if problem["refuses"] else warnings
                 kind += [new] if new not in kind else []
-            found.environments.append(TriedEnvironment(name=", ".join(sections[reply["key"]].sources), **reply))
-    return Tried(with_values(spec, found.errors), with_values(spec, found.warnings), found.environments)
+            found.append(TriedEnvironment(name=", ".join(sections[reply["key"]].sources), **reply))
+    return with_values(spec, errors), with_values(spec, warnings), found
 
 
 def _named_once(section: EnvironmentSection) -> bool:
@@ -109,7 +105,7 @@ def _named_once(section: EnvironmentSection) -> bool:
 
 
 def _rows(
-    spec: RlSpec, spec_dir: Path, sections: Mapping[str, EnvironmentSection], found: Tried
+    spec: RlSpec, spec_dir: Path, sections: Mapping[str, EnvironmentSection], errors: list[Problem]
 ) -> dict[str, dict[str, Any]]:
     """Return a row for each environment that the first rows name, as its episodes are given it."""
     reader = RowReader(spec.data, False, chat=True)
@@ -120,7 +116,7 @@ def _rows(
         if name not in keys:
             message = f"{row.where} has {show(name)} there, which is no environment of the spec"
             hint = f"write one of {', '.join(keys)} into the column, or add an [[environment]] of that name"
-            found.errors.append(Problem("data.environment_column", message, hint))
+            errors.append(Problem("data.environment_column", message, hint))
             break
         with suppress(BadRow):
             if keys[name] not in rows:
@@ -146,8 +142,7 @@ def _ask(spec: RlSpec, spec_dir: Path, request: dict[str, Any], wanted: Collecti
     """Return what the process that tries them found of each. It ends with all that it started."""
     mark = secrets.token_hex(8)
     python = own_path(spec.grading, spec_dir) or sys.executable
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | spec.grading.env
-    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
+    env = offline_environment(spec.grading.env)
     env |= {_MARK: mark, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     limits_s = (
         START_TIMEOUT_S + _CALLS * one.call_timeout_s + _AGENT_S * bool(one.command) for one in spec.environments

@@ -65,15 +65,15 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     spec, problems, warnings = checked(spec, spec_dir, elsewhere=elsewhere)
     lacking = [one for one in warnings if isinstance(one, NotHere)]
     known = {problem.key for problem in [*problems, *lacking]}
-    called = call_functions(spec, spec_dir, known)
-    tried = try_environments(spec, spec_dir, known)
-    problems = [*problems, *called.errors, *tried.errors]
+    broken, failed, calls = call_functions(spec, spec_dir, known)
+    unusable, doubtful, environments = try_environments(spec, spec_dir, known)
+    problems = [*problems, *broken, *unusable]
     if elsewhere:
         warnings, notes = notes_of(warnings, notes)
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes, elsewhere=elsewhere)
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
-    warnings = [*cross_field_warnings(spec), *warnings, *called.warnings, *tried.warnings, *tight]
+    warnings = [*cross_field_warnings(spec), *warnings, *failed, *doubtful, *tight]
     rows = first_row(spec, spec_dir) if isinstance(spec, RowsSpec) and not problems else FirstRows()
     if spec.run.place.exists():
         from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
@@ -85,7 +85,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     except SpecError as error:
         problems += [problem for problem in error.problems if problem not in problems]
     found = Findings([*problems, *too_large], warnings, notes, spec, plan, elsewhere=elsewhere)
-    return replace(found, calls=called.calls, environments=tried.environments, rows=rows)
+    return replace(found, calls=calls, environments=environments, rows=rows)
 
 
 def notes_of(problems: Iterable[Problem], notes: list[str]) -> tuple[list[Problem], list[str]]:

@@ -35,7 +35,7 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "warnings": [asdict(problem) for problem in findings.warnings],
         "notes": findings.notes,
         "roles": {},
-        "probe": probe.level if probe else None,
+        "probe": probe is not None,
         **{"placement": {}, "hosts": [], "batch": {}, "reference": {}},
         "example": [[{"text": text, "kind": kind} for text, kind in sequence] for sequence in findings.rows.example],
         "reward_functions": [asdict(call) for call in findings.calls],

@@ -1,7 +1,6 @@
 """`rlctl check-config --probe`: what every role would build, asked in its own interpreter, before a run is started.
 
-Roles that share an interpreter share a process, for importing torch takes longer than everything after it. At the
-level `run` each has a process of its own, one after another, as it would run: their times and peaks are their own.
+Roles that share an interpreter share a process, for importing torch takes longer than everything after it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ import secrets
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlctl.models.expected import Expected, models_expected
 from rlctl.models.paths import model_folder
@@ -23,17 +21,13 @@ from rlctl.preflight.role_choices import role_attention
 from rlctl.processes.launch import base_environment, python_path
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
-from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import devices_of_a_process
-from specs.schema.recipes import RowsSpec, sampling_of
-from specs.schema.role_section import ModelRole
-from specs.schema.roles import DATA, ROLES, RoleName
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
-from specs.wire.meta_request import Level, Probed, ProbeRequest, RoleRequest, UpdateShape
+from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest
 from workers.watchdog import kill_marked, signal_group
 
 MARK = "RLCTL_CHECK"  # in the environment of what a check starts, and of all that this starts in turn
-MOST_ANSWERS = 4  # that a rollout writes in its trial update
 _TAIL_LINES = 5
 _KILL_S = 5.0
 # Variables that differ between roles without a meaning for what they build.
@@ -45,17 +39,15 @@ _OF_THE_PLACE = (
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """Hold the request to each role, its reply, and what its model must be."""
+    """Hold each role's reply, and what its model must be."""
 
-    level: Level
-    requests: Mapping[RoleName, RoleRequest]
     found: Mapping[RoleName, Probed]
     asked: Mapping[RoleName, Expected]
 
 
-def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> ProbeFindings:
+def probe(spec: Spec, spec_dir: Path, plan: Plan) -> ProbeFindings:
     """Ask every role; what goes wrong with one is in its `error`. Leaves no process and no file behind."""
-    requests = requests_of(spec, spec_dir, level)
+    requests = requests_of(spec, spec_dir)
     # A hub id's small files may be in a folder that is gone afterwards: it stands in for the id, and is named by it.
     bodies = {role: asked.body for role, asked in requests.items()}
     paths = {role: body["model"]["path"] if "model" in body else body["model_path"] for role, body in bodies.items()}
@@ -63,18 +55,16 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> ProbeFindings
     ids = {str(folder): path for path, folder in folders.items()}
     found = {role: _not_here(role, path) for role, path in paths.items() if folders[path] is None}
     placed = {role: _placed(requests[role], folders[path]) for role, path in paths.items()}
-    shares = list(_shares([plan.role(role) for role in requests if role not in found], level))
-    timeout_s = spec.run.start_timeout_s + (spec.run.verb_timeout_s if level == "run" else 0)
-    for at_a_time in [[share] for share in shares] if level == "run" else [shares]:
-        with ExitStack() as stack:
-            children = []
-            for roles in at_a_time:
-                devices = _devices(spec, plan, roles)
-                children.append(_start(plan.role(roles[0]), {role: placed[role] for role in roles}, devices, stack))
-            for roles, child in zip(at_a_time, children, strict=True):
-                found |= _answers(child, roles, timeout_s)
+    shares = _shares([plan.role(role) for role in requests if role not in found])
+    with ExitStack() as stack:
+        children = []
+        for roles in shares:
+            devices = _devices(spec, plan, roles)
+            children.append(_start(plan.role(roles[0]), {role: placed[role] for role in roles}, devices, stack))
+        for roles, child in zip(shares, children, strict=True):
+            found |= _answers(child, roles, spec.run.start_timeout_s)
     replies = {role: _named(found[role], ids) for role in requests}
-    return ProbeFindings(level, requests, replies, models_expected(spec, spec_dir, role_attention))
+    return ProbeFindings(replies, models_expected(spec, spec_dir, role_attention))
 
 
 def _placed(asked: RoleRequest, folder: Path | None) -> RoleRequest:
@@ -99,53 +89,23 @@ def _not_here(role: RoleName, path: str) -> Probed:
     return Probed(role=role, error=error, hint=hint, not_here=True)
 
 
-def _shares(roles: Sequence[RolePlan], level: Level) -> Iterator[Sequence[RoleName]]:
+def _shares(roles: Iterable[RolePlan]) -> list[list[RoleName]]:
     """Group roles by process."""
     shared: dict[tuple[str, ...], list[RoleName]] = {}
     for role in roles:
         own = sorted(f"{name}={value}" for name, value in role.env.items() if name not in _OF_THE_PLACE)
-        shared.setdefault((role.role,) if level == "run" else (role.python, *own), []).append(role.role)
-    yield from shared.values()
+        shared.setdefault((role.python, *own), []).append(role.role)
+    return list(shared.values())
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def requests_of(spec: Spec, spec_dir: Path, level: Level) -> dict[RoleName, RoleRequest]:
-    """Return the request to each role, in the order of the replies; roles without a model have no trial update."""
+def requests_of(spec: Spec, spec_dir: Path) -> dict[RoleName, RoleRequest]:
+    """Return the request to each role, in the order of the replies."""
     bodies = build_bodies(spec, spec_dir, spec_dir / "no-run")  # nothing of a run directory is read or made
-    if level == "meta":
-        ranks = {role: spec.role(role).processes if ROLES[role].together else 1 for role in spec.roles}
-        data = {role: bodies[DATA] if ROLES[role].holds == "scorer" else {} for role in spec.roles}
-        return {role: RoleRequest(body=body, ranks=ranks[role], data=data[role]) for role, body in bodies.items()}
-    return {role: _one_update(spec, role, body) for role, body in bodies.items() if ROLES[role].holds_model}
-
-
-def _one_update(spec: Spec, role: RoleName, body: dict[str, Any]) -> RoleRequest:
-    """Return the request for an update of full sequences: as many as fill a micro-batch, or a few completions."""
-    section = spec.role(role)
-    engine = engine_of(section)
-    assert engine is not None, f"{role} has no engine"
-    body = {**body, "model": {**body["model"], "from_scratch": True}, "engine": engine.alone().model_dump(mode="json")}
-    sequences = MOST_ANSWERS
-    if isinstance(section, ModelRole):  # one process computes what a group of the run shares
-        body |= {"micro_batch_tokens": section.row_tokens, "sequence_parallel": 1}
-        sequences = max(1, section.row_tokens // spec.max_sequence_tokens)
-    prompt, longest = spec.max_prompt_tokens, spec.max_sequence_tokens
-    if ROLES[role].samples:
-        longest = spec.longest_tokens(role)
-    elif isinstance(spec, RowsSpec):
-        prompt = 1  # of a row, all but one token may learn
-    if isinstance(spec, RowsSpec) and spec.objective.unit == "pair" and isinstance(section, ModelRole):
-        longest = min(longest, section.row_tokens // 2)
-        sequences = section.row_tokens // longest // 2 * 2
-    sequences = min(sequences, spec.samples_per_step)
-    shape = UpdateShape(sequences=sequences, prompt_tokens=prompt, response_tokens=longest - prompt)
-    sampling: dict[str, Any] = {}
-    if (samples := sampling_of(spec)) is not None:
-        sampling = {key: getattr(samples.rollout, key) for key in ("temperature", "top_p", "top_k")}
-    loss = spec.losses.get(role, spec.losses[spec.lead])
-    return RoleRequest(body=body, shape=shape, loss=loss.model_dump(mode="json"), sampling=sampling)
+    ranks = {role: spec.role(role).processes if ROLES[role].together else 1 for role in spec.roles}
+    return {role: RoleRequest(body=body, ranks=ranks[role]) for role, body in bodies.items()}
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────

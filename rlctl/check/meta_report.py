@@ -25,10 +25,6 @@ FIELDS = (
     *("tied_embeddings", "dtype", "attn_implementation", "attn_function", "mesh"),
     *("state_layers", "recomputed_layers", "activation_offload", "kernels"),
 )
-RUN_NOTE = (
-    "Weights were random, none was read. Each role ran alone in one process: an engine that shards the model across\n"
-    "ranks held all of it, and a role that shares its device will find less memory free."
-)
 _UNKNOWN, _LATER = "–", "seen when a run starts"
 _ANOTHER = "look at the model's config.json, the packages of the role's interpreter and its env; nothing else decides"
 
@@ -74,8 +70,6 @@ def role_json(asked: Expected, found: Probed) -> dict[str, Any]:
     about |= {"asked": dict(asked), "got": got, "not_seen": list(found.not_seen)}
     if found.tokens is not None:
         about["tokenizer_tokens"] = found.tokens
-    if found.one_update is not None:
-        about["one_update"] = found.one_update.model_dump()
     return about | {"error": found.error, "probe_s": found.seconds}
 
 
@@ -87,7 +81,7 @@ def probe_table(spec: Spec, probe: ProbeFindings) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("role", "built without memory" if probe.level == "meta" else "built", "asked", "got"):
+    for column in ("role", "built without memory", "asked", "got"):
         table.add_column(column, overflow="fold")
     for role, found in probe.found.items():
         for number, (what, wanted, actual, differs) in enumerate(_rows(spec, role, probe.asked.get(role, {}), found)):
@@ -121,21 +115,3 @@ def _text(field: str, value: object) -> str:
     if field == "path":
         return Path(str(value)).name
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def run_table(probe: ProbeFindings) -> Table:
-    """Show what each role's trial update took."""
-    from rich.table import Table
-
-    table = Table("role", "one trial update of", box=None, pad_edge=False)
-    for column in ("build", "step", "tokens/s", "memory before", "peak"):
-        table.add_column(column, justify="right")
-    for role, found in probe.found.items():
-        took, shape = found.one_update, probe.requests[role].shape
-        if took is None or shape is None:
-            table.add_row(role, "could not be run, see below", style="bold red")
-            continue
-        sequences = f"{shape.sequences} × ({shape.prompt_tokens} + {shape.response_tokens}) tokens"
-        seconds = (f"{took.build_s:.1f} s", f"{took.step_s:.2f} s", f"{took.tokens / max(took.step_s, 1e-9):,.0f}")
-        table.add_row(role, sequences, *seconds, f"{took.before_GiB:.2f} GiB", f"{took.peak_GiB:.2f} GiB")
-    return table

@@ -11,9 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.preflight.interpreters import own_path
@@ -49,26 +49,23 @@ class RewardCall:
     traceback: str
 
 
-@dataclass(frozen=True)
-class Called:
-    """Hold the problems of the user's functions, and the calls of rewards."""
-
-    errors: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
-    calls: list[RewardCall] = field(default_factory=list)
-
-
-def call_functions(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> Called:
-    """Call each function. Keys in `known` have been found wrong already."""
-    found, sampling = Called(), sampling_of(spec)
+def call_functions(
+    spec: Spec, spec_dir: Path, known: Collection[str] = ()
+) -> tuple[list[Problem], list[Problem], list[RewardCall]]:
+    """Call each function; return errors, warnings, and the calls of rewards. What code alone can mend is an error. Keys
+    in `known` have been found wrong already."""
+    errors: list[Problem] = []
+    warnings: list[Problem] = []
+    calls: list[RewardCall] = []
     for key, path in spec.own_functions.items():
         which = key.rpartition(".")[2].partition("_")[0]
         if key not in known and (wrong := _wrong(spec.lead_section, spec_dir, which, path)):
-            found.errors.append(Problem(key, *wrong))
+            errors.append(Problem(key, *wrong))
     terms = {f"reward.terms.{n}.path": one for n, one in enumerate(spec.reward_terms) if isinstance(one, Function)}
     terms = {key: term for key, term in terms.items() if not {key, "reward.python"} & set(known)}
-    if sampling is None or not terms:
-        return replace(found, errors=with_values(spec, found.errors))
+    sampling = sampling_of(spec) if terms else None
+    if sampling is None:
+        return with_values(spec, errors), warnings, calls
     row = _first_row(sampling, spec_dir)
     with ExitStack() as stack:
         importing = {key: stack.enter_context(_pool(sampling, spec_dir, term)) for key, term in terms.items()}
@@ -76,11 +73,25 @@ def call_functions(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> C
             try:
                 pool.wait_ready()
             except RewardError as error:
-                found.errors.append(Problem(key, error.message, error.hint))
+                errors.append(Problem(key, error.message, error.hint))
                 continue
-            if row is not None:
-                _call(sampling, key, terms[key].path, pool, row, found)
-    return replace(found, errors=with_values(spec, found.errors), warnings=with_values(spec, found.warnings))
+            if row is None:
+                continue
+            call, cause = _call(sampling, terms[key].path, pool, row)
+            calls.append(call)
+            if cause:
+                name = call.path.rpartition(":")[2]
+                why = f"{name}, called with the first row, gives no score: {last_line(call.traceback)}"
+                found = errors if is_of_code(cause, call.traceback) else warnings
+                found.append(Problem(key, why, f"see {row.where}"))
+    return with_values(spec, errors), with_values(spec, warnings), calls
+
+
+def offline_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that tries code of the user's: those of this one, and a role's own."""
+    env = {**{name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")}, **own}
+    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
+    return env
 
 
 # ── an advantage, a loss ──────────────────────────────────────────────────────────────────────────
@@ -88,9 +99,7 @@ def call_functions(spec: Spec, spec_dir: Path, known: Collection[str] = ()) -> C
 
 def _wrong(actor: LearningRole, spec_dir: Path, which: str, path: str) -> tuple[str, str] | None:
     """Return what is wrong with it, and a hint."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")}
-    env |= actor.env if which == "loss" else {}
-    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
+    env = offline_environment(actor.env if which == "loss" else {})
     python = (own_path(actor, spec_dir) if which == "loss" else "") or sys.executable
     command = [python, "-B", "-P", "-m", "workers.offline.call_own_function", which, str(spec_dir / path)]
     try:
@@ -109,19 +118,16 @@ def _wrong(actor: LearningRole, spec_dir: Path, which: str, path: str) -> tuple[
 # ── rewards ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _call(spec: SamplingSpec, key: str, path: str, pool: GraderPool, row: DataRow, found: Called) -> None:
-    """Call one function with the row's own answer. What code alone can mend is an error."""
+def _call(spec: SamplingSpec, path: str, pool: GraderPool, row: DataRow) -> tuple[RewardCall, str]:
+    """Call one function with the row's own answer; return what came of it, and why there is no score."""
     answer = row.values.get(spec.answer_column)
     completion = "" if answer is None else gold_answer(answer)
     prompt = _prompt(row, spec.data_section)
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     episode = {"messages": messages, "stop": "completed", "reward": 0.0, "why": ""} if spec.environments else None
     (grade,) = pool.grade([GradeRequest(0, prompt, row.values, completion, 1, episode=episode)])
-    found.calls.append(RewardCall(path, row.where, completion, grade.values[0] if grade.values else None, grade.text))
-    if grade.cause:
-        why = f"{path.rpartition(':')[2]}, called with the first row, gives no score: {last_line(grade.text)}"
-        problems = found.errors if is_of_code(grade.cause, grade.text) else found.warnings
-        problems.append(Problem(key, why, f"see {row.where}"))
+    score = grade.values[0] if grade.values else None
+    return RewardCall(path, row.where, completion, score, grade.text), grade.cause
 
 
 def _pool(spec: SamplingSpec, spec_dir: Path, term: Function) -> GraderPool:

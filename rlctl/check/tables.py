@@ -93,11 +93,9 @@ def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator
         yield findings.rows.summary
         yield from _example(findings.rows.example)
     if findings.probe:
-        from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
+        from rlctl.check.meta_report import probe_table
 
         yield probe_table(spec, findings.probe)
-        if findings.probe.level == "run":
-            yield from (run_table(findings.probe), RUN_NOTE)
 
 
 def _table(*columns: str) -> Table:

@@ -10,10 +10,10 @@ from rlctl.memory.places import Place
 from rlctl.models.hardware import gpu_memory_GiB, host_memory_GiB
 from specs.errors import Problem, SpecError
 from specs.memory_parts import GIB
-from specs.schema.engines.engine_table import RolloutTable, TrainTable, engine_of
-from specs.schema.roles import RoleName
+from specs.packages import page
+from specs.rules.all_rules import with_values
+from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
-from specs.text import show
 
 LARGEST_GPU_GIB = 288.0  # of any GPU there is
 LARGEST_HOST_GIB = 24 * 1024.0  # of any host that can be rented
@@ -40,34 +40,20 @@ def fit_problems(spec: Spec, spec_dir: Path, *, here: bool) -> tuple[list[Proble
 
 
 def does_not_fit(spec: Spec, place: Place) -> Problem:
-    """Describe what a place needs, what is largest there, and the one thing to do about it."""
+    """Describe what a place needs, what is largest there, and what makes that smaller."""
     assert place.largest is not None, "what does not fit has parts"
     role, part = place.largest
     message = (
         f"does not fit: {place.name} needs {size(place.peak)} of {size(place.memory)} in the phase {place.fullest}; "
         f"the largest part is {part.name} of {role}, {size(part.nbytes)}"
     )
-    key, value, hint = _next_action(spec, role, of_tokens=part.of_tokens, weights=part.name == "weights")
-    return Problem(key, message, hint, value)
-
-
-def _next_action(spec: Spec, role: RoleName, *, of_tokens: bool, weights: bool) -> tuple[str, str, str]:
-    """Return the key that makes the largest part smaller, its value and what to do."""
-    section = spec.role(role)
-    engine = engine_of(section)
-    if isinstance(engine, RolloutTable):
-        name = engine.memory_key(on_gpu=bool(section.devices))
-        if name is not None and not weights:
-            return f"{role}.engine.{name}", show(getattr(engine, name)), "lower it, or data.max_response_tokens"
-    elif of_tokens and (recomputed := getattr(section, "gradient_checkpointing", True)) is not True:
-        return f"{role}.gradient_checkpointing", show(recomputed), "set it to true"
-    elif of_tokens:
-        longest = -(-spec.longest_tokens(role) // getattr(section, "sequence_parallel", 1))
-        tokens = getattr(section, "micro_batch_tokens", 0)
-        hint = "lower it" if tokens > longest else f"let more ranks share a sequence: raise {role}.sequence_parallel"
-        return f"{role}.micro_batch_tokens", show(tokens), hint
-    own = engine.memory_hint(role) if isinstance(engine, TrainTable) else None
-    return f"{role}.engine.kind", show(engine.kind if engine else ""), own or "use more GPUs, or a smaller model"
+    key, hint = f"{role}.engine.kind", "use more GPUs, a smaller model, or an engine that shards or offloads more"
+    if ROLES[role].samples:
+        hint = "lower what its engine takes for sequences and their cache, or data.max_response_tokens"
+    elif part.of_tokens:
+        key, hint = f"{role}.micro_batch_tokens", "lower it, or recompute activations (gradient_checkpointing)"
+    (problem,) = with_values(spec, [Problem(key, message, f"{hint}; {page('memory.md')} says what each costs")])
+    return problem
 
 
 def size(nbytes: float) -> str:

@@ -16,7 +16,7 @@ from rlctl.models.weight_files import AGAIN, no_weights, weight_problems
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object
 from specs.load.keys import closest
-from specs.model_facts import LAYER_KINDS, NOT_ALONE, merged_config, positions_of, tokens_of_one_rope
+from specs.model_facts import LAYER_KINDS, merged_config, positions_of, tokens_of_one_rope
 from specs.schema.recipes import RowsSpec, sampling_of
 from specs.schema.roles import ROLES, ROLLOUT, HeadKind, RoleName
 from specs.schema.spec import Spec
@@ -162,9 +162,6 @@ class ModelCheck:
         how = self.config.get("quantization_config") or self.config.get("compression_config")
         if self.config.get("is_encoder_decoder"):
             return f"{kind} is an encoder-decoder model; rlctl trains decoder-only models", _CAUSAL
-        if (family := str(kind).partition("_text")[0]) in NOT_ALONE and not self.config.get("auto_map"):
-            hint = "name a model of another family (qwen3_5, gemma3, mistral3, llama4, … have one)"
-            return f"transformers has no class for the language model alone of {family}", hint
         if isinstance(layers, list) and (unknown := sorted({*map(str, layers)} - LAYER_KINDS)):
             return (
                 f"{kind} has layers of type {', '.join(unknown)}; rlctl does not compute these on packed rows",

@@ -17,7 +17,6 @@ from specs.text import show
 from workers.data.tokenizer_file import TokenizerFile
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
-NEEDS_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece", "tekken.json": "mistral-common"}
 SHOWN = 3  # differing tokens that a message shows
 load_tokenizer = cache(TokenizerFile)  # of a model folder
 
@@ -78,12 +77,6 @@ def _end_token_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wro
     if any(ids.values()) and not any(one in known for values in ids.values() for one in values):
         name, values = next(iter(ids.items()))
         yield f"eos_token_id {values[0]} in {name} is outside the model's vocabulary of {vocab_size}", hint
-
-
-def lone_tokenizer(folder: Path) -> tuple[str, str]:
-    """Return the tokenizer file that only another package reads, where there is no other, and that package; else ""."""
-    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return (there[0], NEEDS_PACKAGE[there[0]]) if len(there) == 1 and there[0] in NEEDS_PACKAGE else ("", "")
 
 
 def kinship_problems(actor: Path, other: Path) -> Iterator[Wrong]:

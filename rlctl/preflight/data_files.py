@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -110,21 +110,12 @@ def _similar_file(file: Path) -> str:
 def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
     """Look at the first rows, with the model's tokenizer and chat template where these are on this machine. Without
     them, or where they are broken, which is reported of the model, rows are only parsed."""
-    folder = model_folder(spec.model.path, spec_dir)
-    config = _config(spec, spec_dir)
-    if folder is None:
-        return [*first_findings(config, None, None)]
-    template = chat_template_of(folder)
-    chat = spec.data.chat != "never" and bool(template.text)
-    missing = template.names or (not chat and (spec.data.system or spec.data.chat == "always"))
-    try:
-        codec = None if missing else load_tokenizer(folder)
-    except ValueError:
-        codec = None
-    if codec is None:
-        return [*first_findings(config, None, None)]
-    with ChatRenderer(template.text, codec.special_tokens, library=False) if chat else nullcontext() as chats:
-        return [*first_findings(config, codec, chats)]
+    data = spec.data
+    with _codec_and_chats(spec, spec_dir) as (codec, chats):
+        chats = chats if data.chat != "never" else None
+        if chats is None and (data.system or data.chat == "always"):
+            codec = None
+        return [*first_findings(_config(spec, spec_dir), codec, chats)]
 
 
 def _first_rows(spec: RowsSpec, spec_dir: Path) -> list[Finding]:
@@ -144,7 +135,7 @@ def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile
     folder = model_folder(spec.model_path(spec.lead), spec_dir)
     template = chat_template_of(folder) if folder is not None else ChatTemplate()
     try:
-        codec = load_tokenizer(folder) if folder is not None else None
+        codec = load_tokenizer(folder) if folder is not None and not template.names else None
     except ValueError:
         codec = None
     if codec is None or not template.text:

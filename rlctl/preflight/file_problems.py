@@ -14,14 +14,9 @@ from typing import Any
 from rlctl.models.hardware import gpu_count, has_nvidia_driver
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.shapes_fit import adapter_problems, sequence_problems, shard_problems
-from rlctl.models.tokenizer_files import (
-    chat_problems,
-    chat_template_of,
-    kinship_problems,
-    lone_tokenizer,
-)
+from rlctl.models.tokenizer_files import chat_problems, chat_template_of, kinship_problems
 from rlctl.preflight.data_files import check_data
-from rlctl.preflight.interpreters import interpreter_problems, packages_of
+from rlctl.preflight.interpreters import interpreter_problems
 from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
 from rlctl.preflight.reward_files import function_problems
@@ -92,7 +87,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     checks = [main, *others.values()]
     errors = [problem for check in checks for problem in check.problems]
     if main.folder is not None:
-        errors += [*chat_problems(spec, main.folder), *_lone_tokenizer(spec, spec_dir, main.folder)]
+        errors += chat_problems(spec, main.folder)
     for role, other in others.items():
         errors += _kinship(main, other) if ROLES[role].same_tokens else _no_conversations(spec, main, other)
     if spec.lead_engine.model_of != "bigram":
@@ -103,17 +98,6 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         for role, lora in spec.adapters():
             errors += adapter_problems(role, lora, others.get(role, main).config)
     return errors, [problem for check in checks for problem in check.warnings], main.config
-
-
-def _lone_tokenizer(spec: Spec, spec_dir: Path, folder: Path) -> Iterator[Problem]:
-    """Yield a tokenizer in a file that only a package reads which a role's interpreter lacks."""
-    name, package = lone_tokenizer(folder)
-    readers = [role for role in spec.roles if name and not ROLES[role].is_trainer]
-    lacking = [role for role in readers if package not in (packages_of(spec.role(role), spec_dir) or {package: ""})]
-    if lacking:
-        where = f"the interpreter of {', '.join(lacking)} lacks {package}"
-        hint = f"install {package} there, or put a tokenizer.json beside it, as transformers' save_pretrained writes it"
-        yield Problem("model.path", f"has its tokenizer only in {name}, and {where}", hint)
 
 
 def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> Iterator[Problem]:

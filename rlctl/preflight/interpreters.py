@@ -34,7 +34,7 @@ _TEXT_PACKAGES = ("tokenizers", "jinja2")
 SHOWN = library_names()  # packages whose versions are shown
 # What roles need, and what attention, kernels and tokenizers are chosen by.
 _ASKED = (
-    *(*SHOWN, *WORKER_PACKAGES, *_TEXT_PACKAGES, "accelerate", "packaging", "sentencepiece", "mistral-common"),
+    *(*SHOWN, *WORKER_PACKAGES, *_TEXT_PACKAGES, "accelerate", "packaging"),
     *("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "triton"),
     *("transformer-engine", "transformer-engine-torch"),
 )

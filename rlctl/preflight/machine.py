@@ -1,4 +1,4 @@
-"""Check what a run needs of the machine besides models, data and interpreters: commands, packages, disk, ports.
+"""Check what a run needs of the machine besides models, data and interpreters: commands, packages, disk.
 
 Nothing is created or changed. What another machine may have is a warning, and an error where the run is to start.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +35,6 @@ def machine_problems(
     if not (starting or shutil.which("srun")):  # at a start the launcher says it
         hint = 'start it inside a SLURM job, or write "torchrun"'
         warnings += [NotHere(f"{role}.launcher", "this machine has no srun", hint) for role in by_srun]
-    (errors if starting else warnings).extend(_ports(spec))
     (errors if here else warnings).extend([] if errors else _disk(spec, config, run_dir))
     return errors, warnings
 
@@ -45,21 +43,6 @@ def _ray(spec: Spec) -> Iterator[Problem]:
     if spec.cluster is not None and spec.cluster.kind == "ray" and find_spec("ray") is None:
         hint = "pip install 'rlctl[ray]', in the version that the cluster has"
         yield Problem("cluster.kind", "the package ray is not installed", hint, '"ray"')
-
-
-def _ports(spec: Spec) -> list[Problem]:
-    """Find a port that is taken where the ranks of roles on several nodes are to meet, on this host."""
-    if spec.cluster is None or spec.lead_section.nodes == 1:
-        return []
-    port = spec.cluster.port
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            hint = f"end what listens there, or set cluster.port = {port + 10 if port < 65000 else port - 10}"
-            return [Problem("cluster.port", f"cannot be listened on: {error.strerror}", hint)]
-    return []
 
 
 # ── folders and disk ──────────────────────────────────────────────────────────────────────────────

@@ -139,33 +139,23 @@ def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
 
 def _about(checkpoint: checkpoints.Checkpoint, role: str) -> dict[str, Any]:
     """Return what the manifest says of the model and who reads it. Raises CheckpointError or UsageError."""
-    manifest = checkpoint.path / checkpoints.MANIFEST
-    roles = checkpoint.manifest.get("roles")
-    own = roles.get(role) if isinstance(roles, Mapping) else None
-    about = {**checkpoint.manifest, **(own if isinstance(own, Mapping) else {})}
-    hint = "put the manifest back as it was, or export another step with --step"
-    for key, kind in (("run", str), ("python", str), ("model_path", str), ("trust_remote_code", bool)):
-        if not isinstance(about.get(key), kind):
-            raise CheckpointError(f"{manifest} does not say what {key!r} is", hint=hint)
+    about = {**checkpoint.manifest, **checkpoint.manifest["roles"][role]}
     table = table_of("train", str(about.get("engine")))
     if table is not None and table.model_of == "bigram":
         hint = "an engine that trains a model, like ddp, writes checkpoints that can be exported"
         raise UsageError("this run's engine is fake: there is no model to export", hint=hint)
-    proof = f"{role}/{PROOF_FILES[_head(role)]}"
-    if proof not in about["files"]:
+    if f"{role}/{PROOF_FILES[_head(role)]}" not in about["files"]:
         unproven = f"step {checkpoint.step} was saved without the proof that an export must repeat"
-        if about.get("proven") is False:
-            raise CheckpointError(unproven, hint="export another step with --step, or resume and export the next one")
-        raise CheckpointError(f"{manifest} does not list {proof}", hint=hint)
+        raise CheckpointError(unproven, hint="export another step with --step, or resume and export the next one")
     if shutil.which(about["python"]) is None:
+        manifest = checkpoint.path / checkpoints.MANIFEST
         hint = f"put it back, or write another interpreter that has the engine's packages into {manifest}"
         raise CheckpointError(f"the interpreter that trained the {role}, {about['python']}, is not there", hint=hint)
     return about
 
 
 def own_dtype(about: Mapping[str, Any]) -> tuple[str, str]:
-    """Choose the precision of an export that nobody chose one for, and say why: the base model's, else the one trained
-    in."""
+    """Choose the precision of an export without --dtype, and say why: the base model's, else the one trained in."""
     facts = model_facts(config_of(about["model_path"], Path()))
     own = facts.dtype.removeprefix("torch.") if facts else ""
     if own == "float16":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
 
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
@@ -51,11 +50,6 @@ def inputs_of(spec: Spec, spec_dir: Path, known: Inputs | None = None) -> Inputs
         if snapshot is not None:
             found[key] = {source: {"revision": snapshot.name}}
     return found
-
-
-def size_of(spec: Spec, spec_dir: Path) -> int:
-    """Return how many bytes there are to read."""
-    return sum(path.stat().st_size for path in {path for _, _, paths in _files(spec, spec_dir) for path in paths})
 
 
 def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]:
@@ -111,14 +105,3 @@ def _change(old: FileMark | None, new: FileMark | None) -> str:
     if old["bytes"] == new["bytes"]:
         return f"has other content ({old['bytes']:,} bytes as before)"
     return f"has other content ({old['bytes']:,} → {new['bytes']:,} bytes)"
-
-
-def parsed(content: Mapping[str, Any]) -> Inputs:
-    """Return what a record in the run directory says. Raises ValueError where it is of another shape."""
-    files = content.get("files")
-    keys = files.values() if isinstance(files, dict) else [None]
-    marks = [marked for key in keys for marked in (key.values() if isinstance(key, dict) else [None])]
-    shapes = ({"bytes": int, "xxh3": str}, {"revision": str})
-    if not all(isinstance(marked, dict) and {k: type(v) for k, v in marked.items()} in shapes for marked in marks):
-        raise ValueError("is of another shape: it has no files with their marks")
-    return cast(Inputs, files)

@@ -59,14 +59,11 @@ class Fork:
 
     @staticmethod
     def of(run_dir: Path) -> Fork | None:
-        """Return what a run was forked from. Raises RunDirError."""
+        """Return what a run was forked from, if it was."""
         if not (run_dir / FORKED_FROM).exists():
             return None
-        try:
-            found = read_object(run_dir / FORKED_FROM)
-            return Fork(Path(found["run"]), int(found["step"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunDirError(f"{run_dir / FORKED_FROM} {error}", hint="put it back from a copy") from None
+        found = read_object(run_dir / FORKED_FROM)
+        return Fork(Path(found["run"]), found["step"])
 
     def checkpoint(self, spec: Spec, spec_dir: Path) -> checkpoints.Checkpoint:
         """Open it. Raises CheckpointError where it is gone, damaged or of another model."""
@@ -74,9 +71,7 @@ class Fork:
         try:
             found = checkpoints.read(path, saved_roles(spec))
         except CheckpointError as error:
-            there = checkpoints.steps_in(self.run / "checkpoints")
-            listed = f"its checkpoints are of steps {', '.join(map(str, there))}" if there else "it has no checkpoint"
-            raise CheckpointError(f"{path}: {error.message}", hint=listed) from None
+            raise CheckpointError(f"{path}: {error.message}") from None
         check_fits(found.manifest, spec, spec_dir)
         return found
 

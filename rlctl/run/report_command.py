@@ -1,4 +1,4 @@
-"""`rlctl report`: the page of a run, also while the run goes on, or one that compares several."""
+"""`rlctl report`: write the page of a run, also while it runs, or one that compares several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlctl.show.text_format import columns
 from specs.errors import RlctlError, RunDirError
 from specs.terminal import json_text
 
-REPORT_S = 30.0  # between two writings of the report while a run goes on
+REPORT_S = 30.0  # between two writings of the report of a run
 
 
 class RunningReport:

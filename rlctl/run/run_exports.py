@@ -35,7 +35,7 @@ _WANTED = {REF: _ACTORS, CRITIC: (CRITIC, REWARD_MODEL, ACTOR), REWARD_MODEL: _S
 
 def with_run_exports(spec: S, spec_dir: Path, first: Path | None = None) -> tuple[S, list[Problem]]:
     """Return the spec with exports in place of the runs that it names as models, and which runs cannot be one.
-    `first`: the directory of a run that goes on with what its first attempt took."""
+    `first`: the directory of a run that continues with what its first attempt took."""
     taken = read_or_empty(first / "resolved.json") if first else {}
     problems = []
     for section, key in (("model", "path"), *((role, "model") for role, _ in spec.sections())):

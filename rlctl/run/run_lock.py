@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,18 +40,12 @@ class RunLock:
 
 
 def owner_of(folder: Path) -> str:
-    """Return who holds the folder's lock, "" for nobody, as far as this host can tell."""
-    lock = folder / LOCK
-    if not lock.is_file():  # opening a pipe would wait
-        return ""
-    try:
-        with lock.open(errors="replace") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return _named(file.read().strip())
-    except OSError:
-        pass
+    """Return who holds the folder's lock, "" if none, as far as this host can tell."""
+    with suppress(OSError), (folder / LOCK).open(errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _named(file.read().strip())
     return ""
 
 

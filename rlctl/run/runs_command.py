@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
@@ -14,7 +13,7 @@ from rlctl.show.screen import Screen
 from rlctl.show.sweep_table import outcome
 from rlctl.show.text_format import columns, number
 from specs.errors import UsageError
-from specs.json_file import read_object
+from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
 from specs.terminal import json_text
 
@@ -28,25 +27,16 @@ def runs(folder: Path, *, as_json: bool = False) -> int:
         raise UsageError(f"{folder} holds no runs", hint="name the folder that run.dir names: rlctl runs DIR")
     rows = []
     for run in found:
-        reached, about = outcome(run), _about(run)
+        reached, about = outcome(run), read_or_empty(newest(run, "resolved"))
         steps, recipe = (value_at(about, f"run.{key}") for key in ("steps", "recipe"))
         row = {"run": _name(run, folder), "recipe": recipe or "rl", "state": _state(run), "step": reached.step}
         rows.append({**row, "steps": steps, "reward": reached.score, "when": _last_written(run)})
     if as_json:
         print(json_text(rows))
         return 0
-    cells = [
-        (
-            row["run"],
-            row["recipe"],
-            row["state"],
-            f"{row['step']}/{row['steps'] or '–'}",
-            number(row["reward"]),
-            row["when"],
-        )
-        for row in rows
-    ]
-    table = columns(("run", "recipe", "state", "step", "reward", "when"), cells, left=3)
+    shown = [{**row, "step": f"{row['step']}/{row['steps'] or '–'}", "reward": number(row["reward"])} for row in rows]
+    heads = ("run", "recipe", "state", "step", "reward", "when")
+    table = columns(heads, [[row[head] for head in heads] for row in shown], left=3)
     Screen(outlives=True).print(Text(table), soft_wrap=True)
     return 0
 
@@ -65,10 +55,3 @@ def _state(run: Path) -> str:
         return "running"
     last = last_attempt(read_journal(run))
     return str(last.get("outcome", "killed")) if last else "–"
-
-
-def _about(run: Path) -> dict[str, Any]:
-    try:
-        return read_object(newest(run, "resolved"))
-    except ValueError:
-        return {}

@@ -30,7 +30,7 @@ PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat, 
 
 
 def find_checkpoint(run: RunDir, progress: Progress) -> checkpoints.Checkpoint | None:
-    """Find the checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of
+    """Find the checkpoint that a resume continues from; None: from the start. Raises CheckpointError where it is of
     another model, or where there should be one and none is whole, and RunDirError; then nothing was changed."""
     fork, checkpoint = Fork.of(run.path), checkpoints.newest(run.checkpoints, progress.warning, saved_roles(run.spec))
     last = max((record["step"] for record in read_metrics(run.metrics)), default=0)
@@ -41,7 +41,7 @@ def find_checkpoint(run: RunDir, progress: Progress) -> checkpoints.Checkpoint |
     elif last - (fork.step if fork else 0) > (every := _checkpoints_were_due_every(run)):
         raise CheckpointError(
             f"{run.checkpoints} holds no checkpoint, but {last} steps were made, and one was due every {every}",
-            hint=f"put its newest folder step_… back; {checkpoints.start_anew(run.path)}",
+            hint=f"put its newest folder step_… back; {checkpoints.START_OVER}",
         )
     checkpoints.set_aside_after(run.checkpoints, checkpoint.step if checkpoint else 0)
     if checkpoint is None:
@@ -64,7 +64,7 @@ class Saver:
 
     def __init__(self, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
         self.run, self.spec, self.plan, self.groups, self.progress = run, run.spec, plan, groups, progress
-        # Now: the run directory may be moved while the run goes on.
+        # Now: the run directory may be moved during the run.
         self._actor_versions = dict(read_object(run.as_built)[self.spec.lead][0]["versions"])
         self.saved = -1  # step of the newest checkpoint that this attempt wrote or started from
 

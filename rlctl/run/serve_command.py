@@ -1,4 +1,4 @@
-"""`rlctl serve`: a run's checkpoint, or a model, behind the gateway of agents, for any client by hand."""
+"""`rlctl serve`: put a run's checkpoint, or a model, behind the gateway of agents, for any client."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from specs.errors import UsageError
 from specs.schema.roles import ACTOR
 
 CONTEXT = 8192  # tokens, of a model that takes as many
+SEQUENCES = 8  # sampled at a time
 
 
 @dataclass(frozen=True)
 class ServedSampler:
-    """How the model is sampled. `context`: tokens of a conversation, 0: as many as `CONTEXT` and the model allow."""
+    """Say how the model is sampled. `context`: tokens of a conversation, 0: as many as `CONTEXT` and the model take."""
 
     engine: str = "torch"
     gpu: bool = False
     context: int = 0
     temperature: float = 1.0
-    sequences: int = 8
 
 
 @dataclass(frozen=True)
 class ServingAddress:
-    """Where it listens, and who is let in."""
+    """Say where it listens, and who is let in."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -71,7 +71,7 @@ def serve(what: str, step: int | None, sampler: ServedSampler, place: ServingAdd
                 "device": "cuda" if sampler.gpu else "cpu",
                 "max_sequence_tokens": context,
             },
-            "engine": {"kind": sampler.engine, "max_sequences": sampler.sequences},
+            "engine": {"kind": sampler.engine, "max_sequences": SEQUENCES},
             "max_prompt_tokens": context - 1,
             "max_response_tokens": context,
             "stop": [],

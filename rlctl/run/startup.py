@@ -38,8 +38,8 @@ Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
 
 
 def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progress: Progress) -> Driver:
-    """Start every process, build every model, and refuse to go on if one is not what the spec says. Raises RoleFailure
-    and AsBuiltError."""
+    """Start every process, build every model, and refuse to continue if one is not what the spec says. Raises
+    RoleFailure and AsBuiltError."""
     spec, spec_dir = run.spec, run.spec_dir
     sampling = sampling_of(spec)
     transport = plan_transport(sampling, spec_dir, run.path, plan) if sampling is not None else None

@@ -65,8 +65,6 @@ def sweep(
         hint = "write --set KEY=VALUE,VALUE, e.g. --set actor.optimizer.lr=1e-6,3e-6; `rlctl train` does one run"
         raise UsageError("no --set has several values", hint=hint)
     trials, folder = plan(spec_path, fixed, swept, folder)
-    if (folder / "resolved.json").exists():
-        raise UsageError(f"--dir {folder}: holds a run of its own", hint="name a folder for the runs of the sweep")
     table = SweepTable(list(swept), trials, folder, progress_screen(as_json=as_json, quiet=quiet))
     if dry_run:
         table.print_plan()
@@ -184,12 +182,9 @@ def _as_left(trial: Trial, spec_path: Path) -> Trial:
     resolved = trial.run_dir / "resolved.json"
     if not resolved.exists():
         return trial
-    try:
-        spec = load_spec(spec_path, trial.overrides)
-        spec, _ = with_run_exports(spec, spec_path.absolute().parent, trial.run_dir)
-        refused, _ = differences(read_object(resolved), spec.resolved())
-    except ValueError as error:
-        raise UsageError(f"{resolved} {error}", hint="remove the folder, or name another with --dir") from None
+    spec = load_spec(spec_path, trial.overrides)
+    spec, _ = with_run_exports(spec, spec_path.absolute().parent, trial.run_dir)
+    refused, _ = differences(read_object(resolved), spec.resolved())
     if refused:
         message = f"{trial.run_dir} holds a run of another spec: {'; '.join(refused)}"
         raise UsageError(message, hint="put the spec back, or name another folder with --dir")

@@ -61,14 +61,13 @@ def train(
     resume: bool,
     accept_changed_files: bool = False,
     *,
-    force: bool = False,
     fork_of: str = "",
     screen: Screen | None = None,
 ) -> Path:
     """Run the spec to its end. `spec_path`: a spec, or at a resume the directory of a run. `fork_of`: RUN_DIR[@STEP],
     whose weights and optimizer state the run begins with. Returns the run directory; every failure is an RlctlError
     with its own exit code."""
-    _check_options(resume, accept_changed_files, force, fork_of)
+    _check_options(resume, accept_changed_files, fork_of)
     with as_ctrl_c(signal.SIGTERM, signal.SIGHUP):
         source = spec_source(spec_path, resume=resume)
         if source.run_dir and run_dir and run_dir.absolute() != source.run_dir:
@@ -91,7 +90,6 @@ def train(
             source.path,
             resume=resume,
             accept_changed_files=accept_changed_files,
-            force=force,
             spec_dir=source.folder,
             overrides=overrides,
         )
@@ -105,7 +103,7 @@ def train(
                 progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
                 for note in notes:
                     progress.message(f"note: {note}")
-                for problem in (*problems, *run.notes):
+                for problem in problems:
                     progress.warning(problem)
                 progress.message(f"run directory: {run.path}")
                 with journaled(run):
@@ -116,14 +114,12 @@ def train(
     return run.path
 
 
-def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_of: str) -> None:
+def _check_options(resume: bool, accept_changed_files: bool, fork_of: str) -> None:
     """Raises UsageError for options that do not go together."""
     if accept_changed_files and not resume:
         raise UsageError("--accept-changed-files: only with --resume", hint="a new run reads the files as they are")
-    for option, given in (("--force", force), ("--from", bool(fork_of))):
-        if given and resume:
-            hint = "--resume continues a run as it is; leave one of them out"
-            raise UsageError(f"{option}: not with --resume", hint=hint)
+    if fork_of and resume:
+        raise UsageError("--from: not with --resume", hint="--resume continues a run as it is; leave one of them out")
 
 
 @contextmanager
@@ -156,7 +152,7 @@ def print_result(run_dir: Path, *, as_json: bool = False) -> None:
 
 
 def attempt(run: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:
-    """Start the roles, take all steps that are left, and end everything that was started. `resume`: go on from the
+    """Start the roles, take all steps that are left, and end everything that was started. `resume`: continue from the
     newest checkpoint, where there is one; else a run begins at its start, or at that of its fork."""
     checkpoint = find_checkpoint(run, progress) if resume else None
     fork = Fork.of(run.path) if checkpoint is None else None

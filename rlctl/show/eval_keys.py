@@ -16,7 +16,7 @@ BESIDES = ("reward_accuracy", "loss", "perplexity", "token_accuracy")  # of an e
 
 @dataclass(frozen=True)
 class Headline:
-    """A number that says how a run goes: its word, its key in a line of metrics, its name in an evaluation."""
+    """Name a number that says how a run goes: its word, its key in a line of metrics, its name in an evaluation."""
 
     word: str
     key: str

@@ -43,7 +43,7 @@ def read_journal(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_attempt(journal: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the newest attempt's `end`, or its `start` where none was written: it goes on, or was killed."""
+    """Return the newest attempt's `end`, or its `start` where none was written: it runs, or was killed."""
     return next((line for line in reversed(journal) if line["event"] in ("start", "end")), {})
 
 

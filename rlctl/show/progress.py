@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Self
 
 from rich.console import Group, RenderableType
@@ -18,9 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.show import eval_keys, notebook
-from rlctl.show.notebook import NotebookPanel
-from rlctl.show.screen import Screen, control_keys_unseen, redraws
+from rlctl.show import eval_keys
+from rlctl.show.screen import Screen, redraws
 from rlctl.show.text_format import FEW_FINISH, count, counted, duration, number, replicas, share, sparkline, time_shares
 from specs.phases import Phase
 from specs.schema.eval_sets import Evaluation
@@ -30,7 +28,7 @@ REDRAW_S = 0.15
 PLAIN_LINE_S = 1.0  # at most one plain line per second
 EVAL_LINE_S = 5.0  # between two plain lines of an evaluation
 PLAIN_QUIET_S = 30.0  # a plain line while nothing else happens
-STILL_S = 10.0  # from when on a person is told how long nothing has moved
+STILL_S = 10.0  # from when on it is shown how long nothing has moved
 NARROW = 60  # columns below which the panel has no progress bar
 MANY_SILENT = 0.5  # share of groups from which on the panel says that they teach nothing
 STALENESS = "rollout/staleness_mean"
@@ -67,20 +65,14 @@ class Progress:
         self._keep: Callable[[str], None] = lambda text: None
         self._last_line = 0.0
         self._drawn = 0.0
-        self._display: Live | NotebookPanel | None = None
-        self._until_exit = ExitStack()
-        self._redraw_s = notebook.REDRAW_S if self.console.is_jupyter else REDRAW_S
+        self._display: Live | None = None
         self._moving: Callable[[], Moving] = Moving
         self._done_before: Mapping[str, int] = {}
 
     def __enter__(self) -> Self:
         self._started = self._phase_started = time.monotonic()
         if self.live:
-            if self.console.is_jupyter:
-                self._display = NotebookPanel(self.console)
-            else:
-                self._until_exit.enter_context(control_keys_unseen())
-                self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
+            self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
             self._display.start()
         return self
 
@@ -90,7 +82,6 @@ class Progress:
             self._redraw()
             self._display.stop()
             self._display = None
-        self._until_exit.close()
 
     def phase(self, phase: Phase, doing: str = "") -> None:
         """Set the current phase. `doing` describes it where the phase's name is not enough."""
@@ -140,10 +131,7 @@ class Progress:
     def message(self, what: RenderableType) -> None:
         """Print a line, or anything that rich can, above the panel."""
         self._last_line = time.monotonic()
-        if isinstance(self._display, NotebookPanel):
-            self._display.print(what)
-        else:
-            self.console.print(what, soft_wrap=not self.live and isinstance(what, str | Text))
+        self.console.print(what, soft_wrap=not self.live and isinstance(what, str | Text))
 
     def warning(self, text: str) -> None:
         """Print a warning above the panel, which counts them."""
@@ -155,7 +143,7 @@ class Progress:
         """Redraw when it is due. Called often while the driver waits, and cheap."""
         now = time.monotonic()
         if self.live:
-            if now - self._drawn >= self._redraw_s:
+            if now - self._drawn >= REDRAW_S:
                 self._redraw()
         elif now - max(self._last_line, self._phase_started) >= PLAIN_QUIET_S:
             self.message("  ".join([f"… {self._phase} for {duration(now - self._phase_started)}", *self._so_far()]))

@@ -50,13 +50,13 @@ FILES = (
     *("spec.toml", "resolved.json", "as_built.json", "memory.json", "metrics.jsonl", "samples.jsonl"),
     *("eval.jsonl", "reward_failures.jsonl", "journal.jsonl", "checkpoints", "logs"),
 )
-REFRESH_S = 15  # between two loads of a page whose run goes on
+REFRESH_S = 15  # between two loads of the page of a running run
 WARNINGS_SHOWN = 50
 
 
 def write_report(run_dir: Path, *, running: bool = False, target: Path | None = None) -> Path | None:
     """Write `target`, or `run_dir/report.html`, atomically, and return its path; files that are missing leave their
-    part out. `running`: an attempt goes on and writes `run_dir/report.html` again, so that page loads itself again.
+    part out. `running`: an attempt runs and writes `run_dir/report.html` again, so that page loads itself again.
 
     Return None where the disk refuses: the report is made again on the next occasion, and the error that a person
     must see is the run's own.

@@ -1,7 +1,7 @@
 """Make the frame of a report's page: its look, its one script, and the tables and links on it.
 
-The script draws charts, shows values under the pointer, zooms, picks samples, and loads the page again while its run
-goes on. The page's policy names the script's hash, so that no other runs there.
+The script draws charts, shows values under the pointer, zooms, picks samples, and loads the page again during
+its run. The page's policy names the script's hash, so that no other runs there.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-import termios
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -24,37 +22,12 @@ from specs.terminal import VisibleStream, visible
 
 
 def redraws(console: Console) -> bool:
-    """Tell whether a panel can be drawn over itself: on a terminal that moves its cursor, or in a notebook, but not in
-    a file that FORCE_COLOR or the like has rich take for a terminal."""
-    if console.is_jupyter:
-        return True
+    """Tell whether a panel can be drawn over itself: on a terminal that moves its cursor, but not in a file that
+    FORCE_COLOR or the like has rich take for a terminal."""
     if not console.is_terminal or console.is_dumb_terminal:
         return False
     forced = os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE")
     return not forced or bool(getattr(console.file, "isatty", lambda: False)())
-
-
-@contextmanager
-def control_keys_unseen() -> Iterator[None]:
-    """Keep the terminal from writing ^C into a panel, which would be drawn a line too low from then on."""
-    try:
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-    except (OSError, ValueError, AttributeError, termios.error):  # no terminal, or none that says how it is set
-        yield
-        return
-    _set_if_ours(terminal, [*before[:3], before[3] & ~termios.ECHOCTL, *before[4:]])
-    try:
-        yield
-    finally:
-        _set_if_ours(terminal, before)
-
-
-def _set_if_ours(terminal: int, settings: list[Any]) -> None:
-    """Change the terminal's settings, but not from the background: that would stop the process."""
-    with suppress(OSError, termios.error):
-        if os.tcgetpgrp(terminal) == os.getpgrp():
-            termios.tcsetattr(terminal, termios.TCSANOW, settings)
 
 
 class Screen(Console):
@@ -65,7 +38,7 @@ class Screen(Console):
         file = stream.unguarded if isinstance(stream, VisibleStream) else stream
         if outlives and file is not None:
             file = cast(TextIO, SafeStdout(file))
-        given = {"file": file, "highlight": False, **options}
+        given = {"file": file, "highlight": False, "force_jupyter": False, **options}
         super().__init__(stderr=stderr, markup=False, emoji=False, **given)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -79,22 +52,14 @@ class Screen(Console):
 
     def status(self, status: RenderableType, **options: Any) -> Status:
         shown = Text(status) if isinstance(status, str) else status
-        if self.is_jupyter or (self.is_terminal and not redraws(self)):  # each turn of it would stay there
-            nowhere = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False)
-            return Status(shown, console=nowhere, **options)
+        if self.is_terminal and not redraws(self):  # each turn of it would stay there
+            return Status(shown, console=Console(file=io.StringIO(), force_terminal=False), **options)
         return super().status(shown, **options)
-
-
-class _Nowhere(io.TextIOBase):
-    """Take what is written and keep nothing."""
-
-    def write(self, text: str) -> int:
-        return len(text)
 
 
 def progress_screen(*, as_json: bool = False, quiet: bool = False) -> Screen:
     """Return where progress goes: to stderr beside a result in JSON, and nowhere where it is not wanted."""
-    return Screen(file=_Nowhere()) if quiet else Screen(stderr=as_json, outlives=True)
+    return Screen(quiet=True, force_terminal=False) if quiet else Screen(stderr=as_json, outlives=True)
 
 
 def _visible_text(text: Text) -> Text:

@@ -83,7 +83,7 @@ class SweepTable:
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
-        if redraws(self.console) and not self.console.is_jupyter:
+        if redraws(self.console):
             self._live = Live(self._running(), console=self.console, auto_refresh=False, transient=True)
             self._live.start()
         return self

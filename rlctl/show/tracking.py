@@ -1,7 +1,7 @@
 """Hand hyperparameters, metrics and samples to trackers (`[[tracking]]`), besides the run directory.
 
 No run is lost for a tracker: one that fails is left out from then on, with a warning, and the run directory has
-everything. `trackers.json` holds what the run is called there, so that a resume goes on with the same one.
+everything. `trackers.json` holds what the run is called there, so that a resume continues the same one.
 """
 
 from __future__ import annotations

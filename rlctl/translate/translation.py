@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import tomli
+from pydantic.fields import FieldInfo
 
 from rlctl.translate.foreign_files import Code
 from specs.errors import Problem
-from specs.load.keys import is_list, known_keys, walk
+from specs.load.keys import is_list, keys_of, walk
 from specs.load.load import parse
 from specs.load.toml_file import written
 from specs.load.unknown_keys import ForeignKey, foreign_key, foreign_keys, translation_table
@@ -75,10 +76,11 @@ def translate(kind: str, given: Given, name: str) -> Translation:
     for key, note in source.get("notes", {}).items():
         made.note(key, note)
     _complete(made)
+    of_person = given.keys() - defaults.keys()
     for _ in range(_ROUNDS):
         lines = [f"{key} = {written(value)}" for key, value in made.values.items()]
         problems = parse(tomli.loads("\n".join(["schema = 1", *lines]))).problems
-        if not any(_mended(made, problem) for problem in problems):
+        if not any([_take_out(made, problem, of_person) for problem in problems]):
             break
     for problem in problems:
         made.note("run.name", f"to repair: {problem.text}")
@@ -167,8 +169,8 @@ def _ending(name: str, given: Given) -> str:
 
 def _put(made: Translation, key: str, value: Any) -> str:
     """Set a key of ours as its type in the schema takes the value; return its line, "" where it says nothing."""
-    table = next((table for known, table in walk(made.recipe) if known == key), None)
-    annotation = known_keys(table)[key.rpartition(".")[2]] if table else None
+    field = _field(made.recipe, key)
+    annotation = field.annotation if field is not None else None
     kinds = {annotation, *get_args(annotation)}
     if isinstance(value, str) and is_list(annotation):
         value = [value]
@@ -181,7 +183,7 @@ def _put(made: Translation, key: str, value: Any) -> str:
     if key == "run.name":
         value = _name(str(value))
     off = isinstance(value, int | float) and not isinstance(value, bool) and value < 0  # never, none
-    if table is None or off or (key in made.placed and not value):
+    if field is None or off or (key in made.placed and not value):
         return ""
     made.values[key] = value
     made.placed.add(key)
@@ -221,35 +223,36 @@ def _complete(made: Translation) -> None:
     for choice, brought in translation_table("implied").items():
         key, _, kind = choice.partition("=")
         values |= brought if values.get(key) == kind else {}
-    for key in ("run.steps", "model.path"):
-        _fill(made, key)
+    sections = {key.partition(".")[0] for key in values}
+    graded = made.recipe is RECIPES["rl"] and "environment" not in sections
+    without = {"eval"} - sections | (set() if graded else {"reward"})
+    for key, value in translation_table("needed").items():
+        if key in keys_of(made.recipe) - values.keys() and key.partition(".")[0] not in without:
+            values[key] = value
+            made.notes.setdefault(key, []).insert(0, f"fill in: {made.name} does not say it")
 
 
-def _fill(made: Translation, key: str) -> bool:
-    """Put in what stands for a key until a person has filled it in; False where it is there."""
-    if key in made.values:
-        return False
-    made.values[key] = translation_table("needed")[key]
-    made.notes.setdefault(key, []).insert(0, f"fill in: {made.name} does not say it")
-    return True
-
-
-def _mended(made: Translation, problem: Problem) -> bool:
-    """Fill in what a spec misses, or take out what it refuses; False where neither can be done."""
-    key, missing = problem.key.strip("[]"), problem.message.endswith("missing")
-    needed = [one for one in translation_table("needed") if one == key or one.startswith(f"{key}.")]
-    if missing and any([_fill(made, one) for one in needed]):
-        return True
+def _take_out(made: Translation, problem: Problem, of_person: Set[str]) -> bool:
+    """Take out what a spec refuses: the key, the keys of its table, or those beside one that is required; return False
+    where there is none. `of_person`: keys of theirs that are not a default."""
+    key = problem.key.strip("[]")
+    field = _field(made.recipe, key)
+    around = key.rpartition(".")[0] if field is not None and field.is_required() else key
     named = [one for one in made.values if key == one or key.startswith(f"{one}.")]
-    around = key.rpartition(".")[0] if missing else key
-    named = named or [one for one in made.values if around and one.startswith(f"{around}.")]
+    named = named or [one for one in made.values if one.startswith(f"{around}.")]
     for one in named:
         value = _shown(made.values.pop(one))
         of = [theirs for theirs, (_, lines) in made.translated.items() if f"{one} = {value}" in lines.split(", ")]
         made.dropped |= {theirs: (made.translated.pop(theirs)[0], f"{one}: {problem.message}") for theirs in of}
-        if of and "no effect" not in problem.message and "unknown key" not in problem.message:
+        if of_person & {*of}:
             made.note(one, f"left out: {one.rpartition('.')[2]} = {value}: {problem.message}")
     return bool(named)
+
+
+def _field(recipe: type[Spec], key: str) -> FieldInfo | None:
+    """Return the field of one of our keys; None where the recipe does not have it."""
+    table = next((table for known, table in walk(recipe) if known == key), None)
+    return table.model_fields.get(key.rpartition(".")[2]) if table is not None else None
 
 
 def as_toml(made: Translation) -> str:

@@ -18,7 +18,7 @@ _OTHER_FORMATS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Pyth
 _HINTS = {  # what a line looks like → what to do
     r"\ufeff": "the file begins with a byte order mark; save it as UTF-8 without one",
     r"\s*\[[^\]]*$": "write a section as [section], on a line of its own",
-    r"[^=]*$": "write key = value, or [section]",
+    r"[^=\[\]]+$": "write key = value, or [section]",
     r"[^=]*=\s*(True|False|None|null|nil|yes|no|on|off)\s*(#.*)?$": (
         "TOML writes true and false in lower case, and has no None: leave the key out"
     ),
@@ -26,6 +26,8 @@ _HINTS = {  # what a line looks like → what to do
     r'[^=]*=\s*("[^"]*|' r"'[^']*)$": "the quote is not closed on its line",
     r'.*"[^"]*\\[^"]*"': "a backslash starts an escape; use single quotes for a literal backslash",
 }
+
+_OTHERWISE = "repair that line, or close what one above it opens; a key may stand only once in its section"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -51,27 +53,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _syntax_error(path: Path, text: str, error: tomli.TOMLDecodeError) -> SpecError:
-    """Name the line; of a value that goes on over several lines, the one where it begins."""
-    lines, line, column, cause = text.split("\n"), error.lineno, error.colno, error.msg
-    begins = next(count for count in range(line - 1, -1, -1) if reads("\n".join(lines[:count])))
-    while begins < line - 1 and not lines[begins].partition("#")[0].strip():
-        begins += 1
-    hint = next((hint for form, hint in _HINTS.items() if re.match(form, lines[line - 1])), "")
-    if begins < line - 1:
-        cause = f"the value that begins here is not closed before line {line}"
-        hint = "close its bracket, brace or quotes; entries are separated by commas"
-        line, column = begins + 1, 1
-    message = f"{path}:{line}:{column}: not TOML: {cause}\n  {line} | {lines[line - 1].rstrip()}"
-    return SpecError(message, hint=hint or "repair that line; a key may stand only once in its section")
-
-
-def reads(text: str) -> bool:
-    """Tell whether the text is TOML."""
-    try:
-        tomli.loads(text)
-    except (tomli.TOMLDecodeError, RecursionError):
-        return False
-    return True
+    """Name the line, and show it."""
+    line, shown = error.lineno, text.split("\n")[error.lineno - 1].rstrip()
+    hint = next((hint for form, hint in _HINTS.items() if re.match(form, shown)), "")
+    message = f"{path}:{line}:{error.colno}: not TOML: {error.msg}\n  {line} | {shown}"
+    return SpecError(message, hint=hint or _OTHERWISE)
 
 
 def dumped(tables: Mapping[str, Any]) -> str:

@@ -59,23 +59,9 @@ def _sampling(one: Evaluation) -> Iterator[Problem]:
         yield Problem(f"{one.key}.top_p", why, "remove the key", str(one.top_p))
 
 
-def _best(one: Evaluation, spec: SamplingSpec) -> float | None:
-    """Return the best score that passing is measured by; None where that is not known."""
-    terms = spec.reward_terms
-    if one.pass_term is not None:
-        return terms[one.pass_term].right_score if one.pass_term < len(terms) else None
-    if any(term.right_score is None and not term.is_penalty for term in terms):
-        return None
-    return sum(max(term.weight * (term.right_score or 0.0), 0.0) for term in terms)
-
-
 def _pass(one: Evaluation, spec: SamplingSpec) -> Iterator[Problem]:
-    """Yield a term that does not exist, or whose right score is not known, and a score that none reaches."""
-    terms, key, best = spec.reward_terms, f"{one.key}.pass_term", _best(one, spec)
-    if one.pass_score is not None and best is not None and one.pass_score > best:
-        of = "their weighted sum" if one.pass_term is None else f"reward.terms.{one.pass_term}"
-        hint, value = f"use at most {best:g}", show(one.pass_score)
-        yield Problem(f"{one.key}.pass_score", f"no completion passes: {of} is {best:g} at most", hint, value)
+    """Yield a term that does not exist, or whose right score is not known."""
+    terms, key = spec.reward_terms, f"{one.key}.pass_term"
     if one.pass_term is None:
         return
     if one.pass_term >= len(terms):

@@ -3,23 +3,11 @@ its replies."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from specs.schema.table import Table
 from specs.wire.as_built import ModelBuilt
 from specs.wire.finding import Finding
-
-Level = Literal["meta", "run"]
-
-
-class UpdateShape(Table):
-    """How much a role computes in its trial update: sequences of full length."""
-
-    sequences: int
-    prompt_tokens: int
-    response_tokens: int
 
 
 class RoleRequest(Table):
@@ -27,26 +15,12 @@ class RoleRequest(Table):
 
     body: dict[str, Any]
     ranks: int = 1
-    shape: UpdateShape | None = None  # asks for a trial update
-    loss: dict[str, Any] = Field({})  # of a learner's trial update
-    sampling: dict[str, Any] = Field({})  # of a rollout's
-    data: dict[str, Any] = Field({})  # of a role that scores: the data role's body, for rows to score
 
 
 class ProbeRequest(Table):
     """The roles that one process examines."""
 
     roles: dict[str, RoleRequest]
-
-
-class OneUpdate(Table):
-    """Time and memory of a trial update. Memory is that of the device, or on the CPU of the whole process."""
-
-    tokens: int  # that went through the model: a learner's batch, or what was generated
-    build_s: float
-    step_s: float
-    before_GiB: float  # libraries alone
-    peak_GiB: float
 
 
 class Token(Table):
@@ -66,7 +40,6 @@ class Probed(Table):
     highest: Token | None = None  # of that tokenizer
     ends: tuple[int, ...] | None = None  # tokens that end a completion, of a role that samples
     findings: tuple[Finding, ...] = ()
-    one_update: OneUpdate | None = None
     seconds: float = 0.0
     error: str = ""
     hint: str = ""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from environment_pools import LIMIT_S, make_pool, opened, run, written
 
-from workers.environments.environment_pool import Described, EnvironmentPool, EnvironmentSetup
+from workers.environments.environment_pool import Described
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples" / "environments"
 MAX_LINES = 60
@@ -59,14 +59,7 @@ def test_an_example_loads_without_its_library(tmp_path: Path, file: str, setup: 
             place = place / part
             place.mkdir(parents=True, exist_ok=True)
             (place / "__init__.py").write_text("def __getattr__(name): return None\n")
-    pool = EnvironmentPool(
-        EnvironmentSetup(base=str(tmp_path), **setup),
-        processes=1,
-        call_timeout_s=LIMIT_S,
-        memory_MiB=256,
-        log_path=tmp_path / "output.log",
-        env={"PYTHONPATH": str(tmp_path / "packages")},
-    )
+    pool = make_pool(tmp_path, env={"PYTHONPATH": str(tmp_path / "packages")}, processes=1, **setup)
 
     async def test(described: Described) -> None:
         assert (described.mode, described.tools) == (mode, ())

@@ -83,10 +83,8 @@ def test_init_names_presets(tmp_path: Path) -> None:
     assert "(untried)" not in laptop
     assert "sft-8gpu" in node
     assert "megatron-70b-64gpu" in cluster
-    as_json = json.loads(rlctl("init", "--list", "--json", cwd=tmp_path).stdout)
-    assert {"preset": "grpo-1gpu", "runs_on": "one node with GPUs", "untried": False}.items() <= {
-        key: value for one in as_json if one["preset"] == "grpo-1gpu" for key, value in one.items()
-    }.items()
+    as_json = {one["preset"]: one for one in json.loads(rlctl("init", "--list", "--json", cwd=tmp_path).stdout)}
+    assert (as_json["grpo-1gpu"]["runs_on"], as_json["grpo-1gpu"]["untried"]) == ("one node with GPUs", False)
     unknown = rlctl("init", "--preset", "quickstrat", cwd=tmp_path)
     assert unknown.returncode == 2
     assert "did you mean quickstart?" in unknown.stderr
@@ -119,7 +117,7 @@ def test_a_broken_spec_is_exit_2_with_every_problem_and_no_traceback(tmp_path: P
 def test_export_refuses_options_it_does_not_know(tmp_path: Path) -> None:
     done = rlctl("export-checkpoint", "run", "out", "--dtype", "fp8", cwd=tmp_path)
     assert done.returncode == 2
-    assert 'error: --dtype "fp8": not a choice' in done.stderr
+    assert "'fp8' is not one of 'bf16', 'fp32'" in done.stderr
     lacking = rlctl("eval", "some/model", cwd=tmp_path)
     assert lacking.returncode == 2
     assert "name a spec with [eval], [data] and [reward]: rlctl eval some/model SPEC" in lacking.stderr
@@ -159,9 +157,7 @@ def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path) -> None:
 HEAVY = ("torch", "transformers", "numpy", "zmq", "safetensors", "pyarrow")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--help",), ("init", "--list"), ("check-config", "spec.toml"), ("train", "spec.toml", "--dry-run")]
-)
+@pytest.mark.parametrize("arguments", [("--help",), ("check-config", "spec.toml"), ("train", "spec.toml", "--dry-run")])
 def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     rlctl("init", "spec.toml", cwd=tmp_path)
     loaded = f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
@@ -180,7 +176,7 @@ def test_version_and_module(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "rlctl", arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == code, done.stderr
-        assert code or re.fullmatch(rf"rlctl {__version__} \((commit [\w-]+, )?extras: [\w, -]+\)", done.stdout.strip())
+        assert code or re.fullmatch(rf"rlctl {__version__} \((commit \w+, )?extras: [\w, -]+\)", done.stdout.strip())
 
 
 @pytest.mark.parametrize("name", ["workers.py", "specs/__init__.py"])

@@ -14,21 +14,14 @@ from specs.schema.table import meaning_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_docs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    script = ROOT / "scripts" / "make_docs.py"
-    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=400)
-
-
-def test_drift_is_noticed_and_mended(tmp_path: Path) -> None:
+def test_drift_is_noticed(tmp_path: Path) -> None:
     names = ("spec.md", "metrics.md", "coming-from.md")
-    pages = {name: (ROOT / "docs" / name).read_text() for name in names}
-    for name, text in pages.items():
-        (tmp_path / name).write_text(text.replace("group", "gruop", 1))
-    drifted = make_docs("--check", "--docs", tmp_path)
+    for name in names:
+        (tmp_path / name).write_text((ROOT / "docs" / name).read_text().replace("group", "gruop", 1))
+    command = [sys.executable, ROOT / "scripts" / "make_docs.py", "--check", "--docs", tmp_path]
+    drifted = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert drifted.returncode == 1
-    assert [name for name in pages if name in drifted.stderr] == ["spec.md", "metrics.md", "coming-from.md"]
-    assert make_docs("--docs", tmp_path).returncode == 0
-    assert {name: (tmp_path / name).read_text() for name in pages} == pages
+    assert [name for name in names if name in drifted.stderr] == [*names]
 
 
 def test_every_key_is_explained() -> None:

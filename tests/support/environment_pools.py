@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from workers.environments.environment_pool import Described, Environment, EnvironmentPool, EnvironmentSetup
+from specs.schema.environment import EnvironmentSection
+from workers.environments.environment_pool import Described, Environment, EnvironmentPool
 
 LIMIT_S = 90.0  # on a busy machine any call may take seconds
 T = TypeVar("T")
@@ -20,14 +23,11 @@ def written(folder: Path, code: str, name: str = "users.py") -> str:
     return name
 
 
-def make_pool(folder: Path, *, processes: int = 2, memory_MiB: int = 256, **setup: Any) -> EnvironmentPool:
-    return EnvironmentPool(
-        EnvironmentSetup(base=str(folder), **setup),
-        processes=processes,
-        call_timeout_s=LIMIT_S,
-        memory_MiB=memory_MiB,
-        log_path=folder / "output.log",
-    )
+def make_pool(
+    folder: Path, *, python: str = sys.executable, env: Mapping[str, str] = MappingProxyType({}), **section: Any
+) -> EnvironmentPool:
+    named = EnvironmentSection(**{"processes": 2, "memory_MiB": 256, "call_timeout_s": LIMIT_S, **section})
+    return EnvironmentPool(named, str(folder), log_path=folder / "output.log", python=python, env=env)
 
 
 @asynccontextmanager

@@ -1,14 +1,16 @@
-"""One rank of the tests of the engine `megatron`; started by torchrun of the interpreter that has Megatron-core.
+"""Ranks of the tests of the engine `megatron`, in the interpreter that has Megatron-core.
 
-Jobs: those of `sharded_worker.run`, or a family's model: what is read is exported at once.
+Megatron-core is imported once, and every rank of every launch is a fork: importing it in each would take as long as
+their work. Jobs: those of `sharded_worker.run`, or a family's model: what is read is exported at once.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
+import socket
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,11 +28,13 @@ from sharded_worker import MEGATRON
 from stock_model import PROMPTS, TEMPERATURE, family_batch
 from train_helpers import VOCAB, grpo, scale_of, train_config, weights_of
 
+from backends.megatron.megatron_start import import_megatron
 from backends.protocol import Rank, StepResult
 from backends.registry import train_engine
 from specs.errors import ModelError
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.wire.role_config import TrainConfig
+from workers.watchdog import die_with_parent
 
 
 def offload_and_back(engine: Any) -> None:
@@ -71,19 +75,6 @@ def read_family(job: dict[str, Any], rank: Rank) -> None:
     if rank.rank == 0:
         np.savez(out / "weights.npz", **exported)
         (out / "greedy.json").write_text(json.dumps([answer.tokens for answer in answers]))
-
-
-def measure(job: dict[str, Any], rank: Rank) -> None:
-    """Job: `axes` of the mesh; `peak`: a case of `memory_peaks.peak_of`; `out`. Bytes on each rank."""
-    from memory_peaks import peak_of
-
-    out = Path(job["out"])
-
-    def build(config: Any) -> Any:
-        return train_engine("megatron").build(config, rank)
-
-    nbytes = peak_of(out / f"model{rank.rank}", job["peak"], MegatronTable(**job["axes"]), build)
-    (out / f"rank{rank.rank}.json").write_text(json.dumps(nbytes))
 
 
 def kept(job: dict[str, Any], rank: Rank) -> None:
@@ -178,15 +169,14 @@ def forget_groups() -> None:
     if not torch.distributed.is_initialized():
         return
     parallel_state.destroy_model_parallel()
-    gc.collect()
+    sharded_worker.keep_what_lives()
     torch.distributed.barrier()
     for group in [*c10d._world.pg_map]:
         if group is not c10d.GroupMember.WORLD:
             torch.distributed.destroy_process_group(group)
 
 
-def main(jobs_file: Path) -> None:
-    rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+def work(jobs_file: Path, rank: Rank) -> None:
     given = json.loads(jobs_file.read_text())
     for job in given["jobs"]:
         forget_groups()
@@ -196,19 +186,46 @@ def main(jobs_file: Path) -> None:
         if "kept" in job:
             kept(job, rank)
             continue
-        if "peak" in job:
-            measure(job, rank)
-            continue
         if job["case"].endswith("offload"):
             sharded_worker.offload_and_back = offload_and_back
             job["offload"] = True
         with layers_of(job["case"]):
             sharded_worker.run(Path(given["model"]), job, rank)
-    if rank.rank == 0:  # last: imported before the engine's shim, Megatron-core would compile its fused functions
+    if rank.rank == 0:
         facts = {"copies": copies_of_the_model(16), "own options": own_options()}
         jobs_file.with_name("megatron_facts.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()
 
 
+def fork(jobs_file: Path, rank: Rank, port: int) -> int:
+    """Return the pid of the rank, which works through the jobs and exits with 0."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        die_with_parent()
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.rank)}
+        work(jobs_file, rank)
+        code = 0
+    except BaseException:  # the edge of the process
+        print(f"[rank {rank.rank}] {traceback.format_exc()}".replace("\n", f"\n[rank {rank.rank}] "), file=sys.stderr)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def launch(processes: int, jobs_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pids = [fork(jobs_file, Rank(number, processes, number), port) for number in range(processes)]
+    if any([os.waitpid(pid, 0)[1] for pid in pids]):  # all are waited for
+        sys.exit(f"a rank of {jobs_file} failed")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if not torch.cuda.is_available():
+        import_megatron("cpu")
+    sharded_worker.keep_what_lives()
+    for number, path in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        launch(int(number), Path(path))

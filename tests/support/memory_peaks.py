@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,20 @@ from peak_memory import grown_bytes  # noqa: E402
 from train_helpers import build_engine, grpo, scale_of, train_config, write_model  # noqa: E402
 
 from backends.memory import hand_back  # noqa: E402
-from backends.protocol import TrainEngine  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
-from specs.wire.role_config import TrainConfig  # noqa: E402
 
 
-def full_batch(tokens: int, longest: int, vocab: int, *, uneven: bool = False) -> Batch:
-    """Sequences as long as they may be, nearly all of each an answer. `uneven`: every second one lacks a token."""
+def full_batch(tokens: int, longest: int, vocab: int) -> Batch:
+    """Sequences as long as they may be, nearly all of each an answer."""
     count, rng = tokens // longest, np.random.default_rng(0)
-    length_B = longest - (np.arange(count) % 2 if uneven else np.zeros(count, dtype=np.int64))
-    total = int(length_B.sum())
+    total = count * longest
     return Batch(
         {
-            "length_B": length_B,
+            "length_B": np.full(count, longest),
             "tokens_T": rng.integers(0, vocab, total).astype(np.int32),
-            "loss_mask_T": np.concatenate([[0] * 4 + [1] * (length - 4) for length in length_B]).astype(np.int8),
+            "loss_mask_T": np.array(([0] * 4 + [1] * (longest - 4)) * count, dtype=np.int8),
             "advantage_T": rng.normal(size=total).astype(np.float32),
             "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
             **{name: rng.normal(size=total).astype(np.float32) for name in ("value_T", "return_T")},
@@ -50,13 +46,11 @@ def full_batch(tokens: int, longest: int, vocab: int, *, uneven: bool = False) -
     )
 
 
-def peak_of(
-    folder: Path, case: dict[str, Any], table: Any = None, build: Callable[[TrainConfig], TrainEngine] = build_engine
-) -> int:
-    """Bytes that one micro-batch needs beyond what the engine holds; in a pipeline, as many as make it full."""
+def peak_of(folder: Path, case: dict[str, Any]) -> int:
+    """Bytes that one micro-batch needs beyond what the engine holds."""
     config = train_config(
         write_model(folder, case["model"]),
-        engine=(table or DdpTable()).model_copy(update={"logits_chunk_tokens": case["logits_chunk"]}),
+        engine=DdpTable(logits_chunk_tokens=case["logits_chunk"]),
         micro_batch_tokens=case["tokens"],
         gradient_checkpointing=case["recompute"],
         model={
@@ -66,12 +60,11 @@ def peak_of(
             "attn_implementation": case["attention"],
         },
     )
-    engine = build(config)
+    engine = build_engine(config)
     policy = grpo(anchor="current", entropy_coef=0.01 if case["entropy"] else 0.0)
     algorithm = policy if case["head"] == "lm" else ValueLoss(value_clip=0.2)
     for tokens in (case["longest"], case["tokens"]):  # the first one warms up
-        tokens *= case.get("micro_batches", 1)
-        batch = full_batch(tokens, case["longest"], case["model"]["vocab_size"], uneven=table is not None)
+        batch = full_batch(tokens, case["longest"], case["model"]["vocab_size"])
         gc.collect()
         peak = grown_bytes(partial(engine.forward_backward, batch, algorithm, scale_of(batch)))
     return peak

@@ -44,14 +44,12 @@ class AssistantTurn:
 
 @dataclass(frozen=True)
 class TurnProof:
-    """A scripted turn and the reply to it: as tokens, as read, as the template writes them and as the tokens decode."""
+    """A scripted turn and the reply to it, as tokens and as read."""
 
     prompt_ids: list[int]
     turn_ids: list[int]
     suffix_ids: list[int]
     parsed: AssistantTurn
-    rendered: str
-    decoded: str
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,6 @@ class ChatTurns:
             self._study_calls()
 
     # ── what episodes use ─────────────────────────────────────────────────────────────────────────
-
-    @property
-    def keeps_history(self) -> bool:
-        """Say whether earlier turns, thinking included, stay as they were once the user replies."""
-        return self.keeps(_ASKED)
 
     def keeps(self, replies: Sequence[Message]) -> bool:
         """Return whether everything before these replies stays as it was."""
@@ -169,11 +162,10 @@ class ChatTurns:
             raise self._fault(f"writes a tool call that cannot be read back: {show(turn.text)} {turn.error}")
         replies = [_reply(role, reply, turn.calls[0] if call else None)]
         suffix_ids = self.suffix(messages, turn, replies)
-        rendered = self._whole([*messages, turn.message, *replies])
-        decoded = self._text([*prompt_ids, *turn_ids, *suffix_ids])
-        if decoded != self._text(self._encode([rendered])):
+        whole = self._whole([*messages, turn.message, *replies])
+        if self._text([*prompt_ids, *turn_ids, *suffix_ids]) != self._text(self._encode([whole])):
             raise self._fault("writes a turn and the reply to it otherwise than one after another")
-        return TurnProof(prompt_ids, turn_ids, suffix_ids, turn, rendered, decoded)
+        return TurnProof(prompt_ids, turn_ids, suffix_ids, turn)
 
     # ── the template ──────────────────────────────────────────────────────────────────────────────
 

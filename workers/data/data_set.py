@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from backends.hf.tokenizer import TextCodec, pad_token_of
 from specs.errors import DataError
 from specs.schema.rows import RowSet
+from specs.schema.sections import DataSection
 from specs.wire.batch import Column
 from specs.wire.messages import ROW_COLUMNS
 from specs.wire.role_config import DataConfig, RowsConfig
-from workers.chat.chat_renderer import renderer_of
+from workers.chat.chat_renderer import ChatRenderer, renderer_of
 from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label, summary
-from workers.data.prompts import PromptTable, build_table
+from workers.data.prompts import PromptTable, RowReader, read_table, refuse_overlong_or_empty, uses_chat
 from workers.data.row_prompts import refuse_no_prompt, row_prompts
 from workers.data.row_source import DataRow, read_rows
 
@@ -196,25 +197,23 @@ class RunRows:
 
 @dataclass(frozen=True)
 class RowSources:
-    """Reads the sources of a recipe that learns from rows, each with the chat template of the model."""
+    """Reads the sources of a recipe that learns from rows."""
 
     config: DataConfig
     rows: RowsConfig
     codec: TextCodec
+    chats: ChatRenderer | None
     pad: int | None
 
     def read(self, source: RowSet, most: int | None) -> Iterator[DataRow]:
         return read_rows(source.path, split=source.split, base=Path(self.config.spec_dir), max_rows=most)
 
-    @contextmanager
-    def reader(self, source: RowSet) -> Iterator[ExampleReader]:
-        with renderer_of(self.codec) if self.codec.has_chat_template else nullcontext() as chats:
-            yield ExampleReader(source, self.rows, self.codec, chats, self.pad)
+    def reader(self, source: RowSet) -> ExampleReader:
+        return ExampleReader(source, self.rows, self.codec, self.chats, self.pad)
 
     def table(self, source: RowSet, most: int | None, keep: deque[DataRow]) -> ExampleTable:
         """Return the examples of a source. `keep` gets their rows, as many as it has room for."""
-        with self.reader(source) as reader:
-            table = build_examples(self.read(source, most), reader, keep.append)
+        table = build_examples(self.read(source, most), self.reader(source), keep.append)
         refuse_nothing(table, self.rows)
         return table
 
@@ -222,8 +221,8 @@ class RowSources:
         """Return the prompts of the evaluation of this number: of its own source, or of the rows that are held out."""
         one = self.config.evals[number]
         source = source.reading(one.data, one.split) if one.data else source
-        with self.reader(source) as reader:
-            table = row_prompts(self.read(source, None) if one.data else held_out, reader, self.config, chat=chat)
+        rows = self.read(source, None) if one.data else held_out
+        table = row_prompts(rows, self.reader(source), self.config, chat=chat)
         refuse_no_prompt(table, one.key)
         return _held_out_prompts(table, np.arange(min(one.prompts, len(table)), dtype=np.int64), number)
 
@@ -233,7 +232,12 @@ def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
     rows = config.rows
     assert rows is not None, "there are no rows"
     pad = pad_token_of(config.model_path, trust_remote_code=config.trust_remote_code) if rows.of_scores else None
-    data, sources = RowSources(config, rows, codec, pad), rows.rows.sources
+    with renderer_of(codec) if codec.has_chat_template else nullcontext() as chats:
+        return _opened_rows(RowSources(config, rows, codec, chats, pad))
+
+
+def _opened_rows(data: RowSources) -> RunRows:
+    config, rows, sources = data.config, data.rows, data.rows.rows.sources
     last = [deque[DataRow](maxlen=0) for _ in sources]  # rows of each source that will be held out
     if rows.eval is not None and config.evals and not rows.eval.data:
         last[0] = deque(maxlen=rows.eval.rows)
@@ -291,13 +295,21 @@ class RunData:
 
 def open_data(config: DataConfig, codec: TextCodec) -> RunData:
     """Read and tokenise the sources of `[data]` and `[eval]`. Raises DataError."""
-
     data = config.data
     assert data is not None, "there are no prompts"
+    chat = uses_chat(data, codec)
+    with renderer_of(codec) if chat else nullcontext() as chats:
+        return _opened_data(config, data, codec, chats)
+
+
+def _opened_data(config: DataConfig, data: DataSection, codec: TextCodec, chats: ChatRenderer | None) -> RunData:
+    reader = RowReader(data, config.needs_answer, config.needs_columns, chat=chats is not None)
 
     def table(source: str, split: str, max_rows: int | None) -> PromptTable:
         rows = read_rows(source, split=split, base=Path(config.spec_dir), max_rows=max_rows)
-        return build_table(source, rows, data, codec, config.needs_answer, config.needs_columns)
+        found = read_table(source, rows, reader, codec, chats)
+        refuse_overlong_or_empty(found, data)
+        return found
 
     train = table(data.train, data.split, data.max_rows)
     cut = len(train)

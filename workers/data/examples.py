@@ -48,7 +48,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """Hold what a row's answer goes on from, as text and as tokens."""
+    """Hold what a row's answer continues, as text and as tokens."""
 
     text: str
     tokens: list[int]
@@ -240,7 +240,7 @@ class ExampleReader:
         return example
 
     def prompt(self, row: DataRow, *, chat: bool) -> RowPrompt:
-        """Return what the row's answer goes on from (`asked`), written as it is where the answer is learned. Raises
+        """Return what the row's answer continues (`asked`), written as it is where the answer is learned. Raises
         BadRow."""
         if row.problem:
             raise BadRow(row.problem)
@@ -444,10 +444,6 @@ def _text(values: Mapping[str, Any], column: str) -> str:
         raise BadRow(f"no text in column {column!r}; the row has {', '.join(map(repr, values)) or 'none'}")
     if not value:
         raise BadRow(f"column {column!r} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BadRow(f"column {column!r} holds half of a surrogate pair, which is not text") from None
     return value
 
 

@@ -28,8 +28,7 @@ from workers.data.prompts import (
 from workers.data.row_source import DataRow, first_of, read_rows
 
 TRAIN = "data.train"
-_ROWS = 256  # that are tokenised at once
-_TIMES = 8  # how often so many more, where all of them are too long
+_ROWS = 256  # that are tokenised
 _LATER_ROWS, _LATER_S = 4_000, 0.5  # that are parsed behind these
 _UNWRITTEN = 0.5  # share of the characters that a tokenizer may lose before prompts mean nothing
 _NOT_COUNTED = "\"'`"  # normalisers write quotes in other ways
@@ -75,16 +74,9 @@ def _check_later(source: str, rows: Iterator[DataRow], reader: RowReader) -> Non
 def _tokenised(
     key: str, source: str, rows: Iterator[DataRow], reader: RowReader, codec: PromptCodec, chats: ChatRenderer | None
 ) -> Iterator[Finding]:
-    table, seen = PromptTable(source), 0
-    for _ in range(_TIMES):
-        chunk = first_of(rows, _ROWS)
-        long, bad, longest = table.dropped_overlong, table.dropped_bad, table.longest_prompt_tokens
-        table = read_table(source, chunk, reader, codec, chats)
-        table.dropped_overlong, table.dropped_bad = table.dropped_overlong + long, table.dropped_bad + bad
-        table.longest_prompt_tokens, seen = max(longest, table.longest_prompt_tokens), seen + len(chunk)
-        if len(table) or len(chunk) < _ROWS:
-            break
-    yield from _lengths(key, table, seen, reader, whole=next(rows, None) is None)
+    chunk = first_of(rows, _ROWS)
+    table = read_table(source, chunk, reader, codec, chats)
+    yield from _lengths(key, table, len(chunk), reader, whole=next(rows, None) is None)
     if len(table):
         yield from _lost_characters(key, table, codec)
     if len(table) and chats is not None:
@@ -99,16 +91,15 @@ def _lengths(key: str, table: PromptTable, rows: int, reader: RowReader, *, whol
     if long and data.overlong == "refuse":
         message = f"{long} of the first {rows} prompts of {table.source} are longer, and data.overlong refuses them"
         yield Finding(**limit, message=f"{message}; {longest}", hint='raise it, or set data.overlong = "drop"')
-    elif long and not len(table):
-        message = f"all of the first {rows} prompts of {table.source} are longer, and dropped; {longest}"
-        yield Finding(**limit, message=message, hint="raise it, or shorten the prompts", refuses=whole)
+    elif long and 2 * long >= rows:
+        share = str(long) if len(table) else "all"
+        message = f"{share} of the first {rows} prompts of {table.source} are longer, and dropped; {longest}"
+        refuses = whole and not len(table)
+        yield Finding(**limit, message=message, hint="raise it, or shorten the prompts", refuses=refuses)
     elif not len(table) and whole:
         message = f"no prompt is left: {f'all of its {rows} rows are bad' if rows else 'it has no rows'}"
         hint = f"repair the rows, the first: {table.first_bad}" if rows else "write rows into it"
         yield Finding(key=key, message=message, hint=hint, value=show(table.source))
-    elif 2 * long >= rows:
-        message = f"{long} of the first {rows} prompts of {table.source} are longer, and dropped; {longest}"
-        yield Finding(**limit, message=message, hint="raise it, or shorten the prompts", refuses=False)
 
 
 def _lost_characters(key: str, table: PromptTable, codec: PromptCodec) -> Iterator[Finding]:

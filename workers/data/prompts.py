@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,8 +13,8 @@ from specs.errors import DataError
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
-from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
-from workers.data.conversations import BadRow
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
+from workers.data.conversations import BadRow, checked_messages
 from workers.data.row_source import DataRow, DroppedRows
 
 if TYPE_CHECKING:
@@ -94,27 +93,6 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def build_table(
-    source: str,
-    rows: Iterable[DataRow],
-    data: DataSection,
-    codec: TextCodec,
-    needs_answer: bool,
-    needs_columns: Sequence[str] = (),
-) -> PromptTable:
-    """Read, render and tokenise all rows. `needs_answer`: a reward compares with `data.answer_column`; `needs_columns`:
-    what else scoring reads of every row.
-
-    Raises DataError on a bad or overlong row where the spec refuses them, and when no row is left.
-    """
-    chat = uses_chat(data, codec)
-    reader = RowReader(data, needs_answer, needs_columns, chat=chat)
-    with renderer_of(codec) if chat else nullcontext() as chats:
-        table = read_table(source, rows, reader, codec, chats)
-    _refuse_overlong_or_empty(table, data)
-    return table
-
-
 def read_table(
     source: str, rows: Iterable[DataRow], reader: RowReader, codec: PromptCodec, chats: ChatRenderer | None
 ) -> PromptTable:
@@ -141,10 +119,6 @@ def _rendered(
             text = prompt if isinstance(prompt, str) else _render(prompt, chats)
             if not text:
                 raise BadRow("the prompt is empty")
-            text.encode()
-        except UnicodeEncodeError:
-            problem = "the prompt holds half of a surrogate pair, which is not text"
-            table.drop_bad(row, problem, reader.data.bad_rows)
         except BadRow as error:
             table.drop_bad(row, str(error), reader.data.bad_rows)
         else:
@@ -172,7 +146,8 @@ def uses_chat(data: DataSection, codec: TextCodec) -> bool:
 
 
 class RowReader:
-    """Takes the prompt out of a row and checks everything that the run reads of it."""
+    """Takes the prompt out of a row and checks everything that the run reads of it. `needs_answer`: a reward compares
+    with `data.answer_column`; `needs_columns`: what else scoring reads of every row."""
 
     def __init__(self, data: DataSection, needs_answer: bool, needs_columns: Sequence[str] = (), *, chat: bool) -> None:
         self.data, self.chat, self.needs_answer = data, chat, needs_answer
@@ -226,23 +201,15 @@ def prompt_of(values: Mapping[str, Any], data: DataSection) -> Any:
 
 def messages_of(prompt: Any, data: DataSection) -> Messages:
     """Return what the chat template is given for a prompt. Raises BadRow where it is not one."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _checked_messages(prompt)
+    if isinstance(prompt, str):
+        messages: Messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = [dict(message) for message in checked_messages(prompt, data.prompt_column)]
+    if ends_with_answer(messages):
+        raise BadRow("the prompt ends with the assistant's own answer, which the model is to write")
     if data.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": data.system}, *messages]
     return messages
-
-
-def _checked_messages(prompt: Any) -> Messages:
-    messages = prompt if isinstance(prompt, list) else []
-    if not messages or not all(_is_message(message) for message in messages):
-        raise BadRow("a prompt is text, or a list of messages with role and content")
-    if ends_with_answer(messages):
-        raise BadRow("the prompt ends with the assistant's own answer, which the model is to write")
-    return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) -> bool:
@@ -259,7 +226,8 @@ def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) 
     return False
 
 
-def _refuse_overlong_or_empty(table: PromptTable, data: DataSection) -> None:
+def refuse_overlong_or_empty(table: PromptTable, data: DataSection) -> None:
+    """Raise DataError where the spec refuses prompts for their length, and where none is left."""
     limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
     if table.dropped_overlong and data.overlong == "refuse":
         raise DataError(

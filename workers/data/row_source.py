@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX
 from specs.errors import DataError
 from specs.text import LFS, LFS_POINTER, not_text
 from workers.data.gym_rows import gym_rows
-
-if TYPE_CHECKING:
-    import pyarrow
 
 PARQUET_BATCH_ROWS = 1024
 FIRST_S = 10.0  # for the first rows, before a run: some of reasoning-gym take seconds each
@@ -134,43 +131,19 @@ def _parquet(path: Path) -> Iterator[DataRow]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(PARQUET_BATCH_ROWS):
-                for values in parquet_rows(batch):
+                for values in batch.to_pylist():
                     number += 1
-                    where = f"{path} row {number}"
-                    yield DataRow(where, {}, values) if isinstance(values, str) else DataRow(where, values)
+                    yield DataRow(f"{path} row {number}", values)
+    except UnicodeDecodeError as error:
+        message = f"{path} holds text that is not UTF-8, in one of the {PARQUET_BATCH_ROWS} rows behind row {number}"
+        raise DataError(message, hint="write the file again") from error
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}", hint="write the file again") from error
 
 
-def parquet_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | str]:
-    """Return the rows of a batch; of one that is not text, what is wrong with it."""
-    try:
-        return batch.to_pylist()  # type: ignore[no-any-return]
-    except UnicodeDecodeError:
-        pass
-    return [_parquet_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
-
-
-def _parquet_row(row: pyarrow.RecordBatch) -> dict[str, Any] | str:
-    values = {}
-    for name, column in zip(row.schema.names, row.columns, strict=True):
-        try:
-            values[name] = column[0].as_py()
-        except UnicodeDecodeError as error:
-            return f"column {name!r} is not UTF-8 (byte {error.start})"
-    return values
-
-
 def _hub(source: str, split: str) -> Iterator[DataRow]:
-    number = 0
-    try:
-        for number, values in enumerate(_load_hub(source, split), start=1):
-            yield DataRow(f"{source} [{split}] row {number}", dict(values))
-    except UnicodeDecodeError as error:
-        hint = "choose another revision of it, or write its good rows to a *.jsonl file"
-        raise DataError(
-            f"dataset {source} [{split}] row {number + 1} is not UTF-8: {error.reason}", hint=hint
-        ) from error
+    for number, values in enumerate(_load_hub(source, split), start=1):
+        yield DataRow(f"{source} [{split}] row {number}", dict(values))
 
 
 def _load_hub(source: str, split: str) -> Any:

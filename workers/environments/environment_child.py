@@ -1,7 +1,7 @@
 """Answer the requests of one episode after another, in a process that was forked for it.
 
 JSON lines over a socket: first what there is (`{"mode": ..., "tools": ...}`) or `{"error": ..., "hint": ...}`, then a
-line for each request, or `{"failed": text}` where the episode cannot go on, each with the number `n` of the request.
+line for each request, or `{"failed": text}` where the episode cannot continue, each with the number `n` of the request.
 While an agent runs, its requests to the sampler, `{"chat": ...}`, go the other way.
 """
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -31,24 +31,8 @@ LOG_BYTES = 64 << 20  # size limit of the log of what environments print
 _MARK = "RLCTL_ENVIRONMENTS"
 
 Chat = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-
-
-@dataclass(frozen=True)
-class EnvironmentSetup:
-    """Name what to run: a class (`path`), tools, or an agent: a function or a program. Relative files start at the
-    folder `base`."""
-
-    path: str = ""
-    tools: tuple[str, ...] = ()
-    agent: str = ""
-    base: str = "."
-    command: Mapping[str, Any] | None = None
-
-    @classmethod
-    def of(cls, section: EnvironmentSection, base: str) -> EnvironmentSetup:
-        """Return what a section of the spec names."""
-        command = section.command.model_dump() if section.command else None
-        return cls(section.path, section.tools, section.loop, base, command)
+Observation = str | list[dict[str, Any]] | None
+"""What `reset` returned: text, messages, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +47,6 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Observation:
-    """Hold what `reset` returned: text, messages, or nothing."""
-
-    content: str | list[dict[str, Any]] | None
-
-
-@dataclass(frozen=True)
 class EnvironmentReply:
     """Hold what a call returned. `error`: the tool raised, or there is no such tool; the text is for the model."""
 
@@ -81,36 +58,33 @@ class EnvironmentReply:
 
 
 class EnvironmentPool:
-    """At most `processes` environments that are open at once."""
+    """At most `section.processes` environments that are open at once."""
 
     def __init__(
         self,
-        setup: EnvironmentSetup,
+        section: EnvironmentSection,
+        base: str,
         *,
-        processes: int,
-        call_timeout_s: float,
-        memory_MiB: int,
         log_path: Path,
         sources: Mapping[str, str] | None = None,
         python: str = sys.executable,
         env: Mapping[str, str] = MappingProxyType({}),
         start_timeout_s: float = 120.0,
     ) -> None:
-        """`sources`: the code of the setup's files (`read_sources`); None: as it is now. `env`: variables of the
-        processes besides those of this one."""
-        scorer = setup.command["reward"] if setup.command else ""
-        named = (setup.path, *setup.tools, setup.agent, scorer)
-        files = [name for name in named if name and not name.startswith("mcp:")]
-        sources = read_sources(files, setup.base) if sources is None else dict(sources)
-        self._hello = encode({"setup": asdict(setup), "sources": sources, "memory_MiB": memory_MiB})
-        self.call_timeout_s, self.start_timeout_s, self.log_path = call_timeout_s, start_timeout_s, log_path
+        """`base`: the folder that relative files start at. `sources`: the code of the section's files (`read_sources`);
+        None: as it is now. `env`: variables of the processes besides those of this one."""
+        command = section.command.model_dump() if section.command else None
+        setup = {"path": section.path, "tools": section.tools, "agent": section.loop, "base": base, "command": command}
+        sources = read_sources(section.files, base) if sources is None else dict(sources)
+        self._hello = encode({"setup": setup, "sources": sources, "memory_MiB": section.memory_MiB})
+        self.call_timeout_s, self.start_timeout_s, self.log_path = section.call_timeout_s, start_timeout_s, log_path
         self._python, self._env = python, {**env, _MARK: secrets.token_hex(8)}
-        self._slots = asyncio.Semaphore(processes)
+        self._slots = asyncio.Semaphore(section.processes)
         self._starting = asyncio.Semaphore(max(os.cpu_count() or 1, 2))
         self._zygote: ZygoteHandle | None = None
         self._zygote_lock = asyncio.Lock()
         self._idle: list[EnvironmentProcess] = []
-        self.folders = Path(tempfile.mkdtemp(prefix="rlctl-agents-")) if setup.command else None
+        self.folders = Path(tempfile.mkdtemp(prefix="rlctl-agents-")) if command else None
         self._numbers = itertools.count()
         self._closed = False
 
@@ -129,7 +103,7 @@ class EnvironmentPool:
         return Described(**{**process.description, "tools": tuple(process.description["tools"])})
 
     async def open(self) -> Environment:
-        """Return an environment, as soon as fewer than `processes` are open. Raises EnvironmentLost."""
+        """Return an environment, as soon as fewer than its processes are open. Raises EnvironmentLost."""
         await self._slots.acquire()
         try:
             while self._idle:
@@ -194,7 +168,8 @@ class Environment:
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begin an episode with a row of the data. Raises EnvironmentLost, as all that follow."""
-        return Observation((await self._ask({"do": "reset", "row": dict(row), "seed": seed}))["content"])
+        content: Observation = (await self._ask({"do": "reset", "row": dict(row), "seed": seed}))["content"]
+        return content
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> EnvironmentReply:
         """Call a tool."""

@@ -24,7 +24,7 @@ END_WAIT_S = 1.0  # between the end of a process and that of its socket, which a
 
 
 class EnvironmentLost(Exception):
-    """The episode cannot go on: its process took too long, ended, or its code raised outside of a tool."""
+    """The episode cannot continue: its process took too long, ended, or its code raised outside of a tool."""
 
     def __init__(self, cause: Literal["timeout", "crash"], text: str, hint: str = "") -> None:
         super().__init__(text)

@@ -18,7 +18,7 @@ _OURS = str(Path(__file__).parent)
 
 
 class Lost(Exception):
-    """The episode cannot go on."""
+    """The episode cannot continue."""
 
 
 def wrong_arguments(name: str, parameters: Mapping[str, Any], arguments: Any) -> str:

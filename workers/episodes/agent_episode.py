@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
-from specs.schema.environment import AgentCommand, EnvironmentSection, StopReason
+from specs.schema.environment import AgentCommand, StopReason
 from workers.chat.chat_renderer import ChatTemplateError
 from workers.chat.chat_turns import AssistantTurn, ChatTurns
-from workers.environments.environment_pool import Described, Environment, EnvironmentLost
+from workers.environments.environment_pool import Environment, EnvironmentLost
 from workers.environments.harness import prompt_of
-from workers.episodes.episode import Chats, Draw, Ended, Episode
-from workers.episodes.trajectory import Task
+from workers.episodes.episode import Ended, Episode
 from workers.episodes.turn_tree import TreeTurn, TurnTree
 from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, split_thought
+from workers.gateway.openai_chat import OpenAIChat
 
 if TYPE_CHECKING:
     from workers.gateway.gateway_server import Gateway
@@ -34,21 +35,15 @@ _OVER: Mapping[str, str] = {
 }
 
 
+@dataclass(eq=False)
 class AgentEpisode(Episode):
     """An attempt at a task by an agent of the user's."""
 
-    def __init__(
-        self,
-        task: Task,
-        section: EnvironmentSection,
-        described: Described,
-        chats: Chats,
-        draw: Draw,
-        turn_tokens: int,
-        gateway: Gateway,
-    ) -> None:
-        super().__init__(task, section, described, chats, draw, turn_tokens)
-        self._gateway, self.tree = gateway, TurnTree(f"{task.group}_{task.rollout}")
+    gateway: Gateway
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tree = TurnTree(f"{self.task.group}_{self.task.rollout}")
         self._ended: StopReason | None = None  # why the last request was refused
         self._refused = ""  # the last request that could not be answered, and why
         self._tasks: set[asyncio.Task[None]] = set()
@@ -60,12 +55,12 @@ class AgentEpisode(Episode):
     # ── the agent ─────────────────────────────────────────────────────────────────────────────────
 
     async def _attempt(self, environment: Environment) -> StopReason:
-        variables = self._gateway.open(self)
+        variables = self.gateway.open(self)
         watching = asyncio.create_task(self._stop_in_time(environment)) if self.section.command else None
         try:
             found = await self._run_agent(environment, variables)
         finally:
-            self._gateway.shut(self)
+            self.gateway.shut(self)
             for task in (*self._tasks, *([watching] if watching else [])):
                 task.cancel()
             self.settle()
@@ -119,9 +114,13 @@ class AgentEpisode(Episode):
             self.trajectory.environment_s = until - self._began - self._drawing_s
 
     async def _chat_client(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer `client.chat`. Raises Ended where a limit allows no more, or cut the turn off."""
-        turn = self.ask(_requested(request))
-        reply = await asyncio.shield(turn.reply)
+        """Answer `client.chat`, whose requests are those of OpenAI's chat. Raises Ended where a limit allows no more,
+        or cut the turn off, and EnvironmentLost for what is no request."""
+        try:
+            turn = self.ask(replace(OpenAIChat().read(request), wire="client.chat"))
+            reply = await asyncio.shield(turn.reply)
+        except RefusedRequest as refused:
+            raise EnvironmentLost("crash", f"client.chat: {refused}") from None
         turn.delivered = True
         if reply.ended or self._ended == "max_tokens":
             raise Ended(self._ended or "completed")
@@ -143,7 +142,7 @@ class AgentEpisode(Episode):
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the length of the prompt that a request would be. Raises RefusedRequest."""
         try:
-            return len(self._prompt(self._chats(request.tools), request))
+            return len(self._prompt(self.chats(request.tools), request))
         except (ModelError, ChatTemplateError) as error:
             raise RefusedRequest(str(error)) from None
 
@@ -176,7 +175,7 @@ class AgentEpisode(Episode):
         request = turn.request
         if self.trajectory.tool_calls > self.section.max_tool_calls:
             raise Ended("max_tool_calls")
-        chat = self._chats(request.tools)
+        chat = self.chats(request.tools)
         number = self._place(turn, chat)
         sample = self.trajectory.samples[number]
         turn.start = len(sample.tokens)
@@ -279,17 +278,3 @@ class AgentEpisode(Episode):
         """Credit the agent's last turn at its task."""
         learned = [n for n, sample in enumerate(self.trajectory.samples) if any(sample.mask)]
         self.trajectory.add_reward(reward, learned[-1] if learned else -1)
-
-
-def _requested(request: Mapping[str, Any]) -> ChatRequest:
-    """Return the request of `client.chat`. Raises EnvironmentLost for what is none."""
-    messages, most = request["messages"], request["max_tokens"]
-    each = messages if isinstance(messages, list) else []
-    if not each or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in each):
-        raise EnvironmentLost("crash", "client.chat takes a list of messages, each a dict with role and content")
-    if any("content" not in one and one["role"] != "assistant" for one in each):
-        raise EnvironmentLost("crash", "client.chat was given a message without content")
-    if most is not None and (type(most) is not int or most < 1):
-        raise EnvironmentLost("crash", f"client.chat: max_tokens = {most} is no number of tokens")
-    said = tuple({**one, "content": one.get("content") or ""} for one in each)
-    return ChatRequest(messages=said, max_tokens=most or 0, wire="client.chat")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specs.errors import ModelError
@@ -38,23 +39,20 @@ class Ended(Exception):
         self.stop: StopReason = stop
 
 
+@dataclass(eq=False)
 class Episode:
     """An attempt at a task in an environment; one of an agent is another (`agent_episode.py`)."""
 
-    def __init__(
-        self,
-        task: Task,
-        section: EnvironmentSection,
-        described: Described,
-        chats: Chats,
-        draw: Draw,
-        turn_tokens: int,
-    ) -> None:
-        """`turn_tokens`: of the longest turn."""
-        self.task, self.section, self.described = task, section, described
-        self._draw, self._turn_tokens = draw, turn_tokens
-        self.trajectory, self._of_row = Trajectory(task), len(task.messages)
-        self._chats, self._chat = chats, chats(described.tools)
+    task: Task
+    section: EnvironmentSection
+    described: Described
+    chats: Chats
+    draw: Draw
+    turn_tokens: int  # of the longest turn
+
+    def __post_init__(self) -> None:
+        self.trajectory, self._of_row = Trajectory(self.task), len(self.task.messages)
+        self._chat = self.chats(self.described.tools)
         self.longest = 0  # prompt that came up, in tokens
 
     async def run(self, pool: EnvironmentPool) -> Trajectory:
@@ -63,7 +61,7 @@ class Episode:
         try:
             found.stop = await self._run(await pool.open())
         except EnvironmentLost as lost:
-            found.why = f"{lost.cause}: {lost}"
+            found.why = str(lost)
         except (ChatTemplateError, ModelError) as refused:
             found.why = str(refused)
         return found
@@ -114,10 +112,10 @@ class Episode:
         """Have the model write a turn behind a sample, of at most `most` tokens where that is not 0. Return it, and the
         limit of the episode that cut it off."""
         found, sample = self.trajectory, self.trajectory.samples[number]
-        limit = min(self._turn_tokens, self.section.max_episode_tokens - len(sample.tokens))
+        limit = min(self.turn_tokens, self.section.max_episode_tokens - len(sample.tokens))
         asked = min(limit, most or limit)
         found.turns += 1
-        drawn = await self._draw(self.task, number, sample, asked)
+        drawn = await self.draw(self.task, number, sample, asked)
         turn = chat.read(drawn.tokens)
         cut_off = not drawn.finished and asked == limit
         malformed = bool(turn.error) and not cut_off
@@ -125,7 +123,7 @@ class Episode:
         sample.add_turn(drawn, learn=not (malformed and self.section.on_parse_error == "mask"))
         if not cut_off:
             return turn, None
-        return turn, "max_tokens" if limit == self._turn_tokens else "context_overflow"
+        return turn, "max_tokens" if limit == self.turn_tokens else "context_overflow"
 
     async def _step(self, environment: Environment, turn: AssistantTurn) -> tuple[list[Message], StopReason | None]:
         reply = await self._call(environment.step(turn.text))
@@ -211,12 +209,12 @@ def usual_replies(mode: str, section: EnvironmentSection, chat: ChatTurns) -> li
 
 def begun(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[Message]:
     """Return the conversation with what `reset` gave: text belongs to the user's last message."""
-    told, content = [dict(one) for one in messages], observation.content
-    if not content:
+    told = [dict(one) for one in messages]
+    if not observation:
         return told
-    if isinstance(content, list):
-        return [*told, *content]
+    if isinstance(observation, list):
+        return [*told, *observation]
     if told and told[-1]["role"] == "user" and isinstance(told[-1]["content"], str):
-        told[-1]["content"] += content
+        told[-1]["content"] += observation
         return told
-    return [*told, {"role": "user", "content": content}]
+    return [*told, {"role": "user", "content": observation}]

@@ -23,7 +23,7 @@ from specs.wire.batch import Batch, Column
 from specs.wire.role_config import RewardConfig
 from workers.chat.chat_renderer import renderer_of
 from workers.chat.chat_turns import ChatsByTools
-from workers.environments.environment_pool import Described, EnvironmentPool, EnvironmentSetup
+from workers.environments.environment_pool import Described, EnvironmentPool
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Episode, usual_replies
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of
@@ -46,14 +46,7 @@ class EpisodeRunner:
         self._renderer = renderer_of(codec)
         self.chat = ChatsByTools(codec, self._renderer)
         self._pools = {
-            section.name: EnvironmentPool(
-                EnvironmentSetup.of(section, config.spec_dir),
-                processes=section.processes,
-                call_timeout_s=section.call_timeout_s,
-                memory_MiB=section.memory_MiB,
-                log_path=log_path,
-                sources=config.sources,
-            )
+            section.name: EnvironmentPool(section, config.spec_dir, log_path=log_path, sources=config.sources)
             for section in config.environments
         }
         self._sections = {section.name: section for section in config.environments}

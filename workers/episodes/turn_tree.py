@@ -1,7 +1,7 @@
-"""The turns that an agent had written: which one a request goes on from, and which request was made before.
+"""The turns that an agent had written: which one a request continues, and which request was made before.
 
 Agents send the whole conversation with each request. A turn's parent is found by what was said, never by tokens; then
-the tokens that were sampled stand, and only what was added is rendered. A request that goes on from no turn is a root.
+the tokens that were sampled stand, and only what was added is rendered. A request that continues no turn is a root.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class TurnTree:
         return new, True
 
     def forget(self, turn: TreeTurn) -> None:
-        """Drop a turn that could not be drawn: who asks again asks anew."""
+        """Drop a turn that could not be drawn: the same request is drawn again."""
         self.turns.remove(turn)
         self._by_request[turn.digests[-1]].remove(turn)
 
     def drawn(self, turn: TreeTurn, reply: ChatReply) -> None:
-        """Note what the model wrote; conversations can go on from it now."""
+        """Note what the model wrote; conversations can continue it now."""
         self._by_conversation.setdefault(extended(turn.digests[-1], reply), []).append(turn)
 
     def _parent(self, request: ChatRequest, found: Sequence[bytes]) -> TreeTurn | None:
@@ -92,7 +92,7 @@ class TurnTree:
 
     def main_roots(self, task: str) -> list[TreeTurn]:
         """Return the roots that are about the task: a user's message holds its text, and no root has more tools. Where
-        a client has written the task anew, those with the most tools."""
+        a client has rewritten the task, those with the most tools."""
         roots = [turn for turn in self.turns if turn.parent is None]
         found = [root for root in roots if task in _asked(root.request)] or roots
         most = max((len(root.request.tools) for root in found), default=0)

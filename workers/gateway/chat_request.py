@@ -161,7 +161,7 @@ def digests(request: ChatRequest) -> list[bytes]:
 
 
 def extended(digest: bytes, reply: ChatReply) -> bytes:
-    """Return the digest of a conversation that goes on with a reply."""
+    """Return the digest of a conversation continued by a reply."""
     return _digest(digest, next(_conversation([reply.message])))
 
 

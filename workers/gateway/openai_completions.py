@@ -11,7 +11,7 @@ from workers.gateway.wire import OpenAIWire, data_event
 
 
 class OpenAICompletions(OpenAIWire):
-    """Text that the model goes on with; no chat template is used."""
+    """Text that the model continues; no chat template is used."""
 
     name = "completions"
 

@@ -69,12 +69,11 @@ class JudgePanel:
 
     def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path) -> None:
         """`terms`: by their number in `reward.terms`. Raises RewardError where a cache cannot be opened."""
-        caches: dict[Path, JudgeCache] = {}
         self._judges: dict[int, JudgeGrader] = {}
         for number, term in terms.items():
             own = Path(setting.base, term.cache_file).expanduser()
             path = (own if term.cache_file else run_dir / "judge_cache.sqlite").resolve()
-            cache = (caches.get(path) or caches.setdefault(path, JudgeCache(path))) if term.cache else JudgeCache(None)
+            cache = JudgeCache(path) if term.cache else None
             self._judges[number] = JudgeGrader(term, number, setting.answer_column, cache)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
@@ -116,7 +115,8 @@ class JudgePanel:
         self._thread.join(_CLOSE_S)
         self._loop.close()
         for judge in self._judges.values():
-            judge.cache.close()
+            if judge.cache is not None:
+                judge.cache.close()
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -133,7 +133,7 @@ class JudgePanel:
 class JudgeGrader:
     """One term: its connections, and its cache. All but `start` and `take_counts` runs in the event loop."""
 
-    def __init__(self, term: Judge, number: int, answer_column: str, cache: JudgeCache) -> None:
+    def __init__(self, term: Judge, number: int, answer_column: str, cache: JudgeCache | None) -> None:
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
         self.term, self.number, self.answer_column, self.cache = term, number, answer_column, cache
@@ -162,7 +162,7 @@ class JudgeGrader:
             done: Future[Grade] = Future()
             done.set_result(self._lost("exceptions", f"the row has no column {error.args[0]!r}, which prompt names"))
             return done
-        key = request_key(self.client.url(PATH), content) if self.term.cache else ""
+        key = request_key(self.client.url(PATH), content) if self.cache else ""
         if under_way := self._under_way.get(key):
             self.counts["cached"] += 1
             return under_way
@@ -183,16 +183,16 @@ class JudgeGrader:
         """Return a grade, whatever happens."""
         try:
             async with self._slots:
-                reply = self.cache.get(key) if key else None
-                self.counts["cached"] += reply is not None
-                asked = await self._ask(content) if reply is None else reply
-            score = read_score(self._table, asked.text)
+                known = self.cache.get(key) if self.cache else None
+                self.counts["cached"] += known is not None
+                reply = known or await self._ask(content)
+            score = read_score(self._table, reply.text)
         except JudgeError as error:
             return self._lost(error.cause, str(error))
         except Exception as error:  # a defect of ours must be a failed grade, not a lost sample
             return self._lost("exceptions", f"{type(error).__name__}: {error}")
-        if key and reply is None:
-            self.cache.put(key, asked)
+        if self.cache and known is None:
+            self.cache.put(key, reply)
         return Grade((score,))
 
     async def _ask(self, content: bytes) -> Reply:

@@ -25,13 +25,11 @@ def request_key(url: str, content: bytes) -> str:
 
 
 class JudgeCache:
-    """One file of replies. `path` None: nothing is kept."""
+    """One file of replies."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises RewardError where the file cannot be opened."""
-        self.path, self._file = path, None
-        if path is None:
-            return
+        self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
@@ -44,8 +42,6 @@ class JudgeCache:
 
     def get(self, key: str) -> Reply | None:
         """Return the reply to a request; None: it is not known, or cannot be read."""
-        if self._file is None:
-            return None
         query = "SELECT reply, prompt_tokens, completion_tokens FROM replies WHERE key = ?"
         try:
             found = self._file.execute(query, [key]).fetchone()
@@ -54,9 +50,7 @@ class JudgeCache:
         return found and Reply(found[0].decode("utf-8", "surrogatepass"), *found[1:])
 
     def put(self, key: str, reply: Reply) -> None:
-        """Keep it. On a full disk it is not kept, and the run goes on."""
-        if self._file is None:
-            return
+        """Keep it. On a full disk it is not kept, and the run continues."""
         values = [key, reply.text.encode("utf-8", "surrogatepass"), reply.prompt_tokens, reply.completion_tokens]
         try:
             self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", values)
@@ -64,5 +58,4 @@ class JudgeCache:
             print(f"{self.path}: {error}; a reply of the judge is not kept", flush=True)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()

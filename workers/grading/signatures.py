@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from inspect import Parameter
 from typing import Any
 
 from specs.errors import RewardError
@@ -33,13 +32,9 @@ class BoundFunction:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         """Raises RewardError for a function in the shape of another library."""
         self._function, self._name = function, name
-        try:
-            self._signature = inspect.signature(function)
-        except (ValueError, TypeError):  # of C code: called by place
-            self._signature = inspect.Signature([Parameter("values", Parameter.VAR_POSITIONAL)])
+        self._signature = inspect.signature(function)
         parameters = self._signature.parameters.values()
         self._rest = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), "")
-        self._more_places = any(each.kind is each.VAR_POSITIONAL for each in parameters)
         self._named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         self._required = [each.name for each in self._named if each.default is each.empty]
         for library, (mark, values) in LIBRARIES.items():
@@ -55,7 +50,7 @@ class BoundFunction:
         if episode is not None:
             values |= {"episode": episode, "messages": episode["messages"]}
         missing = [name for name in self._required if name not in values]
-        if (missing or not self._named) and self._takes_places(values):
+        if missing and self._takes_places(values):
             return self._function(prompt, completion, row)
         if missing:
             columns = ", ".join(list(row)[:12])
@@ -69,10 +64,9 @@ class BoundFunction:
 
     def _takes_places(self, values: Mapping[str, Any]) -> bool:
         """Return whether it can be called with prompt, completion and row by place: no name says otherwise."""
-        places = [each.name for each in self._named if each.kind is not each.KEYWORD_ONLY]
-        enough = len(places) >= len(PLACES) or self._more_places
+        places = [each.name for each in self._named if each.kind is not each.KEYWORD_ONLY][: len(PLACES)]
         fit = (name == place or name not in (*values, *_ELSEWHERE) for name, place in zip(places, PLACES, strict=False))
-        return enough and set(self._required) <= set(places[: len(PLACES)]) and all(fit)
+        return len(places) == len(PLACES) and set(self._required) <= set(places) and all(fit)
 
     def _shown(self) -> str:
         return f"{self._name} takes ({', '.join(each.name for each in self._named)})"

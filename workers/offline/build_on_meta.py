@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TextIO
@@ -24,12 +23,10 @@ from specs.schema.roles import ROLES
 from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest, Token
-from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, RolloutConfig, TextConfig, TrainConfig
+from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RolloutConfig, TextConfig, TrainConfig
 from workers.chat.chat_renderer import renderer_of
 from workers.data.first_prompts import first_findings
 from workers.data.prompts import uses_chat
-from workers.offline.one_update import one_update
-from workers.offline.right_answers import answer_findings
 from workers.watchdog import die_with_parent, set_process_name
 
 
@@ -54,9 +51,8 @@ def _own_stdout() -> TextIO:
 def reply(role: str, asked: RoleRequest) -> Probed:
     """Return what a role would build, or the error that ends it. Never raises."""
     started = time.monotonic()
-    look: Callable[[str, RoleRequest], Probed] = one_update if asked.shape is not None else _on_meta
     try:
-        found = look(role, asked)
+        found = _on_meta(role, asked)
     except Exception as error:  # every error is reported to the user together with its role
         traceback.print_exc()
         known = isinstance(error, RlctlError)
@@ -68,7 +64,7 @@ def reply(role: str, asked: RoleRequest) -> Probed:
 def _on_meta(role: str, asked: RoleRequest) -> Probed:
     """Uses the same code as the role's engine, without memory for weights."""
     if not ROLES[role].holds_model:
-        return _texts(role, TEXT_CONFIGS[role].model_validate(asked.body), asked)
+        return _texts(role, TEXT_CONFIGS[role].model_validate(asked.body))
     rank, about = Rank(0, asked.ranks, 0), Probed(role=role)
     if ROLES[role].samples:
         rollout = RolloutConfig.model_validate(asked.body)
@@ -84,16 +80,13 @@ def _on_meta(role: str, asked: RoleRequest) -> Probed:
     return about.model_copy(update={"model": found.model, "not_seen": found.not_seen})
 
 
-def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
+def _texts(role: str, config: TextConfig) -> Probed:
     """Look at a role that reads text: its tokenizer, and what it makes of the first rows."""
     codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
     about = Probed(role=role, tokens=len(codec.tokenizer), highest=_highest_token(codec))
     if isinstance(config, DataConfig) and config.data is not None:
         with renderer_of(codec) if uses_chat(config.data, codec) else nullcontext() as chats:
             return about.model_copy(update={"findings": tuple(first_findings(config, codec, chats))})
-    if isinstance(config, RewardConfig) and asked.data:
-        findings = answer_findings(config, DataConfig.model_validate(asked.data), codec)
-        return about.model_copy(update={"findings": tuple(findings)})
     return about
 
 

@@ -74,7 +74,7 @@ class AgentTrial:
                 message = f"the agent's first request has {prompt} tokens, and a turn up to {turn}"
                 report(f"{key}.max_episode_tokens", message, f"use at least {prompt + turn}")
             elif why:
-                report(f"{key}.agent", f"after one turn, {_without_kind(why)}", "see what it prints", refuses=False)
+                report(f"{key}.agent", f"after one turn, {why}", "see what it prints", refuses=False)
             elif stop == "timeout":
                 message = f"did not end within {self._trial.episode_timeout_s:g} s after one turn"
                 report(f"{key}.agent", message, "its own time is bounded by episode_timeout_s", refuses=False)
@@ -82,12 +82,7 @@ class AgentTrial:
             message = f"the agent's first request has more tokens: {episode.longest}"
             report(f"{key}.max_episode_tokens", message, f"use at least {episode.longest + self.turn_tokens}")
         elif why:
-            report(f"{key}.agent", _without_kind(why), "run the command by hand to see why")
+            report(f"{key}.agent", why, "run the command by hand to see why")
         else:
             message = f"did not ask the model within {self._trial.episode_timeout_s:g} s"
             report(f"{key}.agent", message, "it must ask at OPENAI_BASE_URL or ANTHROPIC_BASE_URL")
-
-
-def _without_kind(why: str) -> str:
-    """Return why an episode was lost, without the word for its kind."""
-    return why.partition(": ")[2] or why

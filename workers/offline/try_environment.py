@@ -25,7 +25,7 @@ from specs.wire.role_config import RewardConfig
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.chat.chat_turns import ChatTurns
 from workers.chat.tool_calls import ToolCall
-from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool, EnvironmentSetup
+from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool
 from workers.episodes.episode import begun, usual_replies
 from workers.grading.reward_failures import is_of_code
 from workers.offline.try_agent import AgentTrial
@@ -55,10 +55,8 @@ class EnvironmentTrial:
         section, log = self.section, Path(self.request["log"])
         log.write_bytes(b"")
         pool = EnvironmentPool(
-            EnvironmentSetup.of(section, self.config.spec_dir),
-            processes=1,
-            call_timeout_s=section.call_timeout_s,
-            memory_MiB=section.memory_MiB,
+            section,
+            self.config.spec_dir,
             log_path=log,
             sources=self.config.sources,
             start_timeout_s=self.request["start_timeout_s"],

@@ -12,7 +12,6 @@ from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, s
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.mesh import Mesh
 from specs.schema.role_section import DType
-from specs.schema.roles import RoleName
 
 FLAT_ALIGN = 16  # elements: where each parameter begins in a flat buffer
 
@@ -29,9 +28,6 @@ class DdpTable(OwnModules):
 
     def adds_gradients_in_place(self, dtype: DType) -> bool:
         return dtype == "fp32"
-
-    def memory_hint(self, role: RoleName) -> str:
-        return f'shard the model over more processes: {role}.engine.kind = "fsdp2"'
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         def flat(parameters: Sequence[ParameterShape]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from specs.errors import Problem
 from specs.memory_parts import Part
@@ -85,10 +85,6 @@ class EngineTable(Table):
         """Return the GPUs that the plan gives each process."""
         return 1
 
-    def alone(self) -> Self:
-        """Return the table for a trial of one process (`check-config --probe=run`)."""
-        return self
-
     def problems(self, context: EngineContext) -> Iterable[Problem]:
         """Find what is wrong with the section that chooses it, by the spec alone."""
         return ()
@@ -123,10 +119,6 @@ class TrainTable(EngineTable):
         of transformers' models are added by the plan. None: not known."""
         return None
 
-    def memory_hint(self, role: RoleName) -> str | None:
-        """Return what to change about its keys so that it holds less. None: no key does."""
-        return None
-
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
         """Return name → configuration that it hands to a library, for `--dry-run`."""
         return {}
@@ -142,10 +134,6 @@ class RolloutTable(EngineTable):
 
     def memory(self, replica: Replica) -> Iterable[Part] | None:
         """Yield all that a replica holds, on each of its GPUs. None: not known."""
-        return None
-
-    def memory_key(self, *, on_gpu: bool) -> str | None:
-        """Return the key by which its memory is chosen. None: not known, or there is none."""
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -43,9 +43,6 @@ class Fsdp2Table(OwnModules):
         shard = self.shard or max(1, processes // self.replicate)
         return Mesh(self.replicate, shard, axes={"replicate": self.replicate, "shard": shard})
 
-    def alone(self) -> Self:
-        return self.model_copy(update={"replicate": 1, "shard": None})
-
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse meshes that do not fit the role's processes, and keys without effect."""
         role, section = context.role, context.section
@@ -55,11 +52,6 @@ class Fsdp2Table(OwnModules):
             yield no_effect(f"{role}.engine.offload", f"{role} runs on the CPU")
         if not context.learns and "sync_every_micro_batch" in self.model_fields_set:
             yield no_effect(f"{role}.engine.sync_every_micro_batch", f"{ROLES[role].title} has no gradients")
-
-    def memory_hint(self, role: RoleName) -> str | None:
-        if ROLES[role].learns and not self.sync_every_micro_batch:
-            return f"set {role}.engine.sync_every_micro_batch = true: no whole gradient is kept"
-        return f'use more GPUs, or {role}.engine.offload = "cpu"' if self.offload == "none" else None
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         shard = self.mesh(held.ranks).shard

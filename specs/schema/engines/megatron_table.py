@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -90,9 +90,6 @@ class MegatronTable(TrainedHere):
         experts = (self.expert_parallel, self.ranks_of_expert)
         axes = mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel, experts, self.context_parallel)
         return Mesh(replicas, self.group, blocks=blocks, axes=axes)
-
-    def alone(self) -> Self:
-        return type(self)(logits_chunk_tokens=self.logits_chunk_tokens, megatron=self.megatron)
 
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse meshes that do not fit the role's processes, what it does not do, and options that contradict."""
@@ -203,9 +200,6 @@ class MegatronTable(TrainedHere):
         if self.tensor_parallel > 1 and not self.tensor_sequence_parallel:
             message = "experts on tensor ranks take tokens that are cut across them"
             yield Problem(f"{key}.tensor_sequence_parallel", message, "set it to true", "false")
-
-    def memory_hint(self, role: RoleName) -> str:
-        return f"raise {role}.engine.tensor_parallel or {role}.engine.pipeline_parallel"
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
         """Return what the spec decides; the rest of its configuration is the model's own shape."""

@@ -84,6 +84,3 @@ class SglangTable(RolloutTable):
         """Count the share that it was told to take, and what it needs beside."""
         yield from share_of_gpu(replica, int(self.memory_fraction * replica.gpu_GiB * GIB), kept=self.weights_backup)
         yield Part("activations, graphs", int(_BEYOND_FRACTION_GIB * GIB), replica.awake)
-
-    def memory_key(self, *, on_gpu: bool) -> str | None:
-        return "memory_fraction" if on_gpu else None

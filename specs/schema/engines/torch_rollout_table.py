@@ -57,6 +57,3 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
         yield Part("prompts going through", forward + prompts * replica.cache_bytes_per_token, replica.awake)
         # As the model gives them, in fp32, divided by the temperature, log-probs; their cumulative sum in fp64.
         yield Part("logits", slots * facts.vocab_size * (size + 5 * FP32_BYTES), replica.awake)
-
-    def memory_key(self, *, on_gpu: bool) -> str:
-        return "max_sequences"

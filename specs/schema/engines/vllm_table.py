@@ -137,11 +137,6 @@ class VllmTable(RolloutTable):
             graphs_GiB = 0 if self.enforce_eager else GRAPHS_GIB
             yield Part("activations, graphs", int((ASLEEP_GIB + graphs_GiB) * GIB))
 
-    def memory_key(self, *, on_gpu: bool) -> str | None:
-        if self.kv_cache_GiB is not None:
-            return "kv_cache_GiB"
-        return "gpu_memory_utilization" if on_gpu else None
-
     def _adapter_problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse adapters that vLLM cannot apply itself."""
         lora, key = context.actor_lora, f"{context.role}.engine.lora"

@@ -54,10 +54,6 @@ class ZeroTable(OwnModules):
         settings = self._settings(context.dtype, optimizer, context.device)
         yield from DEEPSPEED.problems(role, optimizer is not None, self.deepspeed, settings)
 
-    def memory_hint(self, role: RoleName) -> str | None:
-        own = "offload_optimizer" if ROLES[role].learns else "offload_parameters"
-        return None if getattr(self, own) else f"use more GPUs, or set {role}.engine.{own} = true"
-
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
         """Return DeepSpeed's configuration: what rlctl sets, and the spec's own keys, which merge at every depth."""
         settings, config = self._settings(dtype, optimizer, device), dict[str, Any]()

@@ -1,7 +1,7 @@
 """The engine `megatron` trains what `ddp` trains: cut across tensor ranks, in pipeline stages, over data ranks.
 
-Real processes over gloo, in the interpreter that `scripts/setup-engine megatron` makes: one launch of two ranks and one
-of four. The reference is `ddp` on one rank, and transformers' own model, in this process.
+Real processes over gloo, in the interpreter that `scripts/setup-engine megatron` makes: two ranks, and then four. The
+reference is `ddp` on one rank, and transformers' own model, in this process.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 RESUMED_MIXED = [("4:experts, pipeline data", "experts, tensor")]
 
 
-def launch(root: Path, processes: int, jobs: list[dict[str, Any]]) -> None:
-    file = root / f"jobs{processes}.json"
-    file.write_text(json.dumps({"model": str(root / "model"), "jobs": jobs}))
-    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*torchrun, ROOT / "tests" / "support" / "megatron_worker.py", file]
+def launch(root: Path, jobs: dict[int, list[dict[str, Any]]]) -> None:
+    """`jobs`: by the number of ranks."""
+    command = [PYTHON, ROOT / "tests" / "support" / "megatron_worker.py"]
+    for processes, those in jobs.items():
+        file = root / f"jobs{processes}.json"
+        file.write_text(json.dumps({"model": str(root / "model"), "jobs": those}))
+        command += [str(processes), file]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
     said = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
@@ -97,7 +99,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"kept": str(write_model(root / name / "model", config)), "options": options, "out": str(root / name / "kept")}
         for name, (config, options) in KEPT.items()
     ]
-    launch(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + resumed[: len(RESUMED)] + two + counted)
+    two = [{"case": case, "out": str(root / case)} for case in TWO] + resumed[: len(RESUMED)] + two + counted
     families = [
         {
             "case": FAMILIES[name].megatron,
@@ -107,7 +109,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in READ
     ]
     four += [{**job, **mixture} for job in resumed[len(RESUMED) :]]
-    launch(root, 4, [*({"case": case, "out": str(root / case)} for case in FOUR), *four, *families])
+    launch(root, {2: two, 4: [*({"case": case, "out": str(root / case)} for case in FOUR), *four, *families]})
     return root
 
 
@@ -283,7 +285,7 @@ def test_transformer_engines_layers_train_as_local_ones(tmp_path: Path) -> None:
     if subprocess.run([PYTHON, "-c", there], capture_output=True).returncode:
         pytest.skip(f"needs a GPU and TransformerEngine in {PYTHON}")
     write_model(tmp_path / "model", QWEN2)
-    launch(tmp_path, 1, [{"case": case, "out": str(tmp_path / case)} for case in MEGATRON_ON_GPU])
+    launch(tmp_path, {1: [{"case": case, "out": str(tmp_path / case)} for case in MEGATRON_ON_GPU]})
     local, fused, chosen = (outcome(tmp_path, case) for case in MEGATRON_ON_GPU)
     assert local.ranks[0]["options"]["transformer_impl"] == "local"
     assert fused.ranks[0]["options"]["transformer_impl"] == "transformer_engine"

@@ -23,7 +23,7 @@ from train_helpers import (
 from backends.hf.hf_model import build_model
 from backends.packed import packed_attention
 from backends.packed.layout import PackedLayout
-from backends.packed.packed_attention import Reach, use_layout
+from backends.packed.packed_attention import Reach, Scoring, use_layout
 from backends.packed.packed_input import packed_row
 from backends.packed.staging import Staging
 from specs.errors import ModelError
@@ -103,7 +103,7 @@ def assert_equals_dense(layout: PackedLayout, seen: torch.Tensor, window: int | 
     for packed in (True, False):
         q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
         if packed:
-            out = layout.attend(torch.nn.Module(), q, k, v, scaling=0.3, reach=Reach(window))
+            out = layout.attend(torch.nn.Module(), q, k, v, Scoring(0.3, Reach(window)))
         else:
             scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3)) * 0.3
             out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
@@ -133,6 +133,3 @@ def test_shared_rows_against_a_dense_mask(lengths: list[int], parents: list[int]
             chain.append(row)
             seen[row, chain if window is None else chain[-window:]] = True
     assert_equals_dense(PackedLayout(lengths, parents=parents), seen, window)
-
-
-HEADS, KV_HEADS, LENGTH, DIM = 8, 2, 24, 16

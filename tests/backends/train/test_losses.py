@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from train_helpers import grpo, gspo, make_batch, scale_of
 
-from backends.fake.fake_losses import FakeColumns, fake_policy_loss
+from backends.fake.fake_losses import fake_policy_loss
 from backends.packed.packing import loss_weight_T
-from backends.token_metrics import SOURCES
-from backends.train.losses import (
-    LOSSES,
-    TokenColumns,
-    clipped_surrogate,
-    kl_estimate,
-    loss_function,
-    policy_loss,
-    sequence_columns,
-)
-from specs.errors import RlctlError
+from backends.token_metrics import SOURCES, TokenColumns
+from backends.train.losses import LOSSES, clipped_surrogate, kl_estimate, policy_loss, sequence_columns
 from specs.load.keys import tables_of
-from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
+from specs.schema.algorithms.algorithm import Anchor, Loss
 from specs.schema.algorithms.algorithm_tables import (
     CispoLoss,
     ClipCovLoss,
@@ -33,7 +23,6 @@ from specs.schema.algorithms.algorithm_tables import (
     GspoLoss,
     KlCovLoss,
     LossTable,
-    PpoClip,
     SapoLoss,
 )
 from specs.wire.batch import Batch
@@ -102,14 +91,7 @@ def test_kl_gradient_is_right_in_expectation(estimator: str) -> None:
     torch.testing.assert_close(estimated, true_grad)
 
 
-SETTINGS = [
-    {},
-    {"clip_high": 0.28, "dual_clip": 1.5},
-    {"kl_coef": 0.3, "kl_estimator": "k2"},
-    {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
-    {"kl_coef": 0.3, "kl_estimator": "k3-straight-through", "entropy_coef": -0.1},
-    {"kl_coef": 0.3, "kl_estimator": "k1-straight-through"},
-]
+SETTINGS = [{"clip_high": 0.28}, {"kl_coef": 0.3, "entropy_coef": 0.1}]
 
 
 @pytest.mark.parametrize("loss", [grpo(**setting) for setting in SETTINGS], ids=str)
@@ -123,21 +105,16 @@ def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor, 
     weight, advantage, entropy, _ = rng.random(count), *rng.normal(size=(3, count))
     optional = (old if anchor == "trainer" else None, ref if loss.kl_coef else None)
     correction = rng.random(count) * (rng.random(count) > 0.2) if corrected else None
-    given = FakeColumns(weight, advantage, rollout, *optional, correction_N=correction)
-    expected = fake_policy_loss(logprob, entropy, given, loss)
+    columns = TokenColumns(weight, advantage, rollout, *optional, correction_N=correction)
+    expected = fake_policy_loss(logprob, entropy, columns, loss)
     lp, ent = (torch.tensor(column, requires_grad=True) for column in (logprob, entropy))
-    columns = TokenColumns(
-        *(None if column is None else torch.tensor(column) for column in (weight, advantage, rollout, *optional)),
-        correction_N=None if correction is None else torch.tensor(correction),
-    )
-    value, sums, maxima = policy_loss(lp, ent, columns, loss)
+    value, sums, maxima = policy_loss(lp, ent, columns.each(torch.from_numpy), loss)
     value.backward()
-    np.testing.assert_allclose(lp.grad.numpy(), expected.by_logprob_N, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(lp.grad.numpy(), expected.by_value_N, rtol=1e-9, atol=1e-12)
     if loss.entropy_coef:
         np.testing.assert_allclose(ent.grad.numpy(), expected.by_entropy_N, rtol=1e-9, atol=1e-12)
     assert dict(zip(loss.summed(), sums.tolist(), strict=True)) == pytest.approx(expected.sums, rel=1e-9, abs=1e-9)
     assert dict(zip(loss.maxima(), maxima.tolist(), strict=True)) == pytest.approx(expected.maxima)
-    assert value.item() == pytest.approx(expected.loss)
 
 
 @pytest.mark.parametrize(
@@ -251,23 +228,6 @@ def test_every_loss_table_has_its_functions(table: type[Loss]) -> None:
     assert bool(table.sequence_columns) == (LOSSES[table].sequences is not None)
     assert {metric.source for metric in table.metrics} <= set(SOURCES)
     assert len({metric.name for metric in table.metrics}) == len(table.metrics)
-
-
-class Unheard(PpoClip):
-    kind: Literal["unheard"] = "unheard"  # type: ignore[assignment]
-
-
-def test_a_loss_without_a_function_is_named() -> None:
-    loss = Unheard(anchor="current")
-    with pytest.raises(RlctlError, match=r"(?s)loss unheard.*backends/train/losses.py has ppo_clip, gspo"):
-        loss_function(loss)
-
-
-def test_a_metric_without_a_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PpoClip, "metrics", (*PpoClip.metrics, LossMetric("actor/x", "unheard", "token_mean", "")))
-    one = torch.ones(1)
-    with pytest.raises(RlctlError, match=r"(?s)token metric unheard.*SOURCES in backends/token_metrics.py"):
-        policy_loss(one, one, TokenColumns(one, one, one, None, None), grpo(anchor="current"))
 
 
 # ── gspo ──────────────────────────────────────────────────────────────────────────────────────────

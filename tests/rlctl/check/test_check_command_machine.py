@@ -6,8 +6,6 @@ import fcntl
 import json
 import re
 import shutil
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,23 +77,6 @@ def test_a_run_that_is_going_on_is_named(folder: Path) -> None:
     assert "in use by another rlctl (process 4711)" in warning.message
     (warning,) = examine(spec, ()).warnings
     assert "it has no checkpoint yet" in warning.message
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
-def test_a_port_in_use_is_a_warning_and_refuses_a_start(folder: Path, taken_port: int) -> None:
-    nodes = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"kind": "slurm"}}
-    spec = spec_from(edited(edited(base(), nodes), {"cluster.port": taken_port}))
-    errors, (warning,) = file_problems(spec, folder)
-    assert errors == []
-    assert (warning.key, warning.value) == ("cluster.port", str(taken_port))
-    assert file_problems(spec, folder, starting=True)[0] == [warning]
 
 
 @pytest.mark.parametrize("times", [1.1, 0.9])

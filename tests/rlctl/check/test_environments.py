@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import write_case
+from corpus import assert_problems, write_case
 from process_ends import ended
 
 from backends.hf.tokenizer import load_codec
@@ -122,29 +122,28 @@ class Shop:
     assert all(ended(int(pid)) for pid in str(tried(found).reply).split())
 
 
-def test_code_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_hangs_or_ends_the_process_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlctl.check.environments.START_TIMEOUT_S", 3.0)
-    limits = {"environment": {**SETS["environment"], "call_timeout_s": 1.0}}  # type: ignore[dict-item]
-    (problem,) = examine(case_of(f"import time\n{SHOP}\ntime.sleep(600)\n", tmp_path), ()).problems
-    assert "not ready after 3 s" in problem.message
-    found = examine(
-        case_of(SHOP.replace("self.left -=", "import time; time.sleep(600)\n        _ ="), tmp_path, **limits), ()
-    )
-    assert found.problems == []
-    assert (tried(found).reply, tried(found).reply_error) == ("no answer within 1 s", True)
-    found = examine(case_of(SHOP.replace("self.left = budget", "import time; time.sleep(600)"), tmp_path, **limits), ())
-    assert [(one.key, one.hint) for one in found.warnings] == [
-        ("environment.path", "raise environment.call_timeout_s, or make it faster")
+    sleep = "import time; time.sleep(600)"
+    code = {
+        "start": f"{SHOP}\n{sleep}\n",
+        "call": SHOP.replace("self.left -=", f"{sleep}\n        _ ="),
+        "reset": SHOP.replace("self.left = budget", sleep),
+        "end": f"import os\nprint('last words', flush=True)\nos._exit(7)\n{SHOP}",
+    }
+    rows = "".join(f'{{"prompt": "Shop", "budget": 7, "kind": "{name}"}}\n' for name in code)
+    shops = [
+        {"name": name, "path": f"{name}.py:Shop", "max_episode_tokens": 200, "call_timeout_s": 1.0} for name in code
     ]
-
-
-def test_code_that_ends_the_process_is_an_error_with_its_output(tmp_path: Path) -> None:
-    found = examine(
-        case_of("import os\nprint('last words', flush=True)\nos._exit(7)\nclass Shop: pass\n", tmp_path), ()
-    )
-    (problem,) = found.problems
-    assert "the process ended with status 7" in problem.message
-    assert "last words" in shown(tried(found), probed=False)
+    sets = {**SETS, "data.environment_column": "kind", "environment": shops}
+    files = {"rows.jsonl": rows, **{f"{name}.py": text for name, text in code.items()}}
+    found = examine(write_case({"set": sets, "files": files}, tmp_path), ())
+    wanted = {"environment.0.path": "not ready after 3 s", "environment.3.path": "the process ended with status 7"}
+    assert_problems(wanted, found.problems)
+    assert_problems({"environment.2.path": "raise environment.2.call_timeout_s"}, found.warnings)
+    _, call, _, end = found.environments
+    assert (call.reply, call.reply_error) == ("no answer within 1 s", True)
+    assert "last words" in shown(end, probed=False)
 
 
 def test_without_a_row_or_a_model_it_is_tried_as_far_as_that_goes(

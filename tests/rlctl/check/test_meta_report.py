@@ -25,9 +25,9 @@ def test_a_probe_gives_its_message(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     spec = load_spec(write_case(case, tmp_path), case.get("override", []))
-    asked = requests_of(spec, tmp_path, "meta")
+    asked = requests_of(spec, tmp_path)
     replies = {role: reply(role, asked[role]) for role in (DATA, REWARD, ROLLOUT)}
-    probe = ProbeFindings("meta", asked, replies, models_expected(spec, tmp_path, role_attention))
+    probe = ProbeFindings(replies, models_expected(spec, tmp_path, role_attention))
     problems, warnings = probe_problems(spec, probe)
     assert_problems(case.get("probe", {}), problems)
     assert_problems(case.get("probe_warnings", {}), warnings)

@@ -189,7 +189,7 @@ def test_turns_wait_for_a_replica_where_there_is_none(in_order: bool) -> None:
 
 
 def test_the_others_do_not_wait_for_the_episodes_of_a_lost_rank() -> None:
-    """Two ranks of the reward role run the episodes of one cohort; one is lost. What it ran begins anew at the end."""
+    """Two ranks of the reward role run the episodes of one cohort; one is lost. What it ran begins again at the end."""
     rollout, reward = Ranks(1), Ranks(2)
     section = SimpleNamespace(processes=64)
     spec = SimpleNamespace(rollout=SimpleNamespace(in_order=True), environments=[section])

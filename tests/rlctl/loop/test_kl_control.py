@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from backends.fake.fake_losses import FakeColumns, fake_policy_loss
+from backends.fake.fake_losses import fake_policy_loss
+from backends.token_metrics import TokenColumns
 from rlctl.loop.kl_control import KlController, token_kl
 from specs.errors import CheckpointError
 from specs.schema.algorithms.algorithm import KlEstimator
@@ -55,8 +56,9 @@ def test_the_penalty_by_hand(estimator: KlEstimator, values: list[float]) -> Non
 def fake_kl(d: float, estimator: KlEstimator) -> float:
     """The KL that the fake engine puts into a loss whose every other term is 0."""
     one, zero = np.ones(1), np.zeros(1)
-    columns = FakeColumns(one, zero, zero, None, zero + d)
-    return fake_policy_loss(zero, zero, columns, PpoClip(anchor="current", kl_coef=1.0, kl_estimator=estimator)).loss
+    columns = TokenColumns(one, zero, zero, None, zero + d)
+    loss = PpoClip(anchor="current", kl_coef=1.0, kl_estimator=estimator)
+    return fake_policy_loss(zero, zero, columns, loss).sums["loss"]
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "k1-straight-through", "k3-straight-through"])

@@ -1,4 +1,4 @@
-"""What does not fit is said with what it needs, its largest part, and one thing to do."""
+"""What does not fit is said with what it needs and its largest part."""
 
 from __future__ import annotations
 
@@ -21,53 +21,28 @@ def spec_of(folder: Path, preset: str, *changes: str) -> RlSpec:
 
 
 @pytest.mark.parametrize(
-    ("preset", "changes", "gpu_GiB", "key", "largest", "hint"),
+    ("preset", "changes", "gpu_GiB", "key", "largest"),
     [
-        (
-            "ppo-rm-8gpu",
-            ("critic.engine.sync_every_micro_batch=false",),
-            80,
-            "critic.engine.kind",
-            "gradients, whole, until the last micro-batch of critic",
-            "set critic.engine.sync_every_micro_batch = true",
-        ),
-        (
-            "fsdp2-8gpu",
-            ("actor.micro_batch_tokens=131072", "actor.gradient_checkpointing=false"),
-            80,
-            "actor.gradient_checkpointing",
-            "activations of actor",
-            "set it to true",
-        ),
-        (
-            "fsdp2-8gpu",
-            ("actor.micro_batch_tokens=131072", "actor.gradient_checkpointing=true"),
-            24,
-            "actor.micro_batch_tokens",
-            "activations of actor",
-            "lower it",
-        ),
+        ("fsdp2-8gpu", (), 4, "actor.engine.kind", "gradients under way of actor"),
+        ("fsdp2-8gpu", ("actor.micro_batch_tokens=131072",), 24, "actor.micro_batch_tokens", "activations of actor"),
         (
             "grpo-1gpu",
             ("run.colocate=never", "rollout.engine.max_sequences=8192", "data.prompts_per_step=1024"),
             16,
-            "rollout.engine.max_sequences",
+            "rollout.engine.kind",
             "KV cache of rollout",
-            "lower it, or data.max_response_tokens",
         ),
     ],
 )
-def test_the_largest_part_decides_what_to_do(
-    preset: str, changes: tuple[str, ...], gpu_GiB: float, key: str, largest: str, hint: str, tmp_path: Path
+def test_the_largest_part_is_named(
+    preset: str, changes: tuple[str, ...], gpu_GiB: float, key: str, largest: str, tmp_path: Path
 ) -> None:
     spec = spec_of(tmp_path, preset, *changes)
     plan = plan_memory(spec, tmp_path, gpu_GiB=gpu_GiB, host_GiB=0)
-    place = next(place for place in plan.places if place.fits is False)
-    problem = does_not_fit(spec, place)
+    problem = does_not_fit(spec, next(place for place in plan.places if place.fits is False))
     assert problem.key == key
     assert f"of {gpu_GiB:.1f} GiB" in problem.message
     assert f"the largest part is {largest}, " in problem.message
-    assert problem.hint.startswith(hint)
 
 
 def test_shapes_alone_are_an_error_and_estimates_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

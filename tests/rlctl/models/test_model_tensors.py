@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rlctl.models.model_tensors import tensors_of_config, tensors_on_disk
 
@@ -35,10 +34,7 @@ SMALL = (64, 96, 3, 4, 2, 128)  # hidden, inner, layers, heads, KV heads, vocabu
 # Published sizes are named; the others are small ones of their family, with the keys that change shapes.
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": shape("qwen2", 896, 4864, 24, 14, 2, 151936, **TIED),
-    "Qwen2.5-7B": shape("qwen2", 3584, 18944, 28, 28, 4, 152064),
-    "Qwen2.5-72B": shape("qwen2", 8192, 29568, 80, 64, 8, 152064),
     "Llama-3.2-1B": shape("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, **TIED),
-    "Llama-3.1-70B": shape("llama", 8192, 28672, 80, 64, 8, 128256),
     "Qwen3-8B": shape("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
     "Mistral-7B": shape("mistral", 4096, 14336, 32, 32, 8, 32768),
     "Mixtral-8x7B": shape("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8),
@@ -80,14 +76,11 @@ def test_every_name_and_shape_is_that_of_the_built_model(name: str) -> None:
     assert {p.name.removesuffix(".weight") for p in known.parameters if p.linear} == linear
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "llama with biases", "Qwen3-30B-A3B"])
 def test_below_a_score_layer_too(name: str) -> None:
     """Tied or not, the model that gives scores has no language-model head."""
     values = dict(CONFIGS[name])
     hf_config = AutoConfig.for_model(values.pop("model_type"), **values, num_labels=1)
-    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        assert values["hidden_size"] == 64, "no published size of a family without such a class"
-        return
     with torch.device("meta"), no_init_weights():
         model = AutoModelForSequenceClassification.from_config(hf_config)
     tensors = tensors_of_config(CONFIGS[name])

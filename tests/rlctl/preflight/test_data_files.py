@@ -42,14 +42,14 @@ def test_evaluation_data_is_looked_at_too(tmp_path: Path) -> None:
 
 def test_a_prompt_that_fits_may_come_late(tmp_path: Path) -> None:
     long, limit = "1" * 20, "data.max_prompt_tokens=8"
-    rows(tmp_path, *[long] * 400, "1>")
+    rows(tmp_path, *[long] * 200, "1>")
     (errors, (warning,)) = found(tmp_path, limit)
     assert errors == []
-    assert "400 of the first 401 prompts of rows.jsonl are longer" in warning.message
-    rows(tmp_path, *[long] * 3000, "1>")
+    assert "200 of the first 201 prompts of rows.jsonl are longer" in warning.message
+    rows(tmp_path, *[long] * 300, "1>")
     (errors, (warning,)) = found(tmp_path, limit)
     assert errors == [], "what nobody has read may fit"
-    assert "all of the first 2048 prompts" in warning.message
+    assert "all of the first 256 prompts" in warning.message
     rows(tmp_path, long, "1>", "2>", "3>")
     assert found(tmp_path, limit) == ([], []), "as asked: data.overlong drops them"
 

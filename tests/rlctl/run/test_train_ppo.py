@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from local_run import local_run
 from running import finish, metrics, preset, settings, trained
 
 PPO = settings("algorithm.kind=ppo", "algorithm.mini_batches_per_step=2")
@@ -70,21 +71,20 @@ def test_the_critic_learns_alone_first(four):
     assert len(set(weights[1])) == 4
 
 
-def test_running_ahead_counts_no_age_while_the_actor_stands_still(four, tmp_path):
-    spec, _ = four
-    train(spec, tmp_path / "run", *FOUR, *settings("rollout.max_staleness=1", "run.steps=6"))
-    lines = trained(tmp_path / "run")
+def test_running_ahead_counts_no_age_while_the_actor_stands_still(tmp_path):
+    ahead = (*FOUR[1::2], "rollout.max_staleness=1", "run.steps=6")
+    with local_run(preset("fake", tmp_path), tmp_path / "run", *ahead) as run:
+        lines = [record.metrics for record in run.steps(6)]
     assert [line["rollout/staleness_max"] for line in lines] == [0, 0, 0, 1, 1, 1]
     assert all(line["rollout/dropped_stale"] == 0 for line in lines)
 
 
 def test_it_learns_without_groups(tmp_path):
     """To write a 7, from one completion per prompt; the critic explains more and more of what comes."""
-    spec, run = preset("fake", tmp_path), tmp_path / "run"
-    task = settings('reward.terms=[{kind="regex", pattern="7"}]', "actor.optimizer.lr=0.3")
-    train(spec, run, *PPO, *task, *settings("run.steps=25", "data.prompts_per_step=32"),
-          "--set", "algorithm.group_size=1")  # fmt: skip
-    lines = trained(run)
+    task = ('reward.terms=[{kind="regex", pattern="7"}]', "actor.optimizer.lr=0.3", "run.steps=25")
+    alone = ("data.prompts_per_step=32", "algorithm.group_size=1")
+    with local_run(preset("fake", tmp_path), tmp_path / "run", *PPO[1::2], *task, *alone) as run:
+        lines = [record.metrics for record in run.steps(25)]
     rewards = [line["reward/mean"] for line in lines]
     assert rewards[0] < 0.5
     assert sum(rewards[-5:]) / 5 > 0.95

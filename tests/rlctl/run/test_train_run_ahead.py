@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -73,27 +72,6 @@ def test_six_steps_are_three_and_three_and_too_old_is_dropped(tmp_path: Path) ->
     assert [line["rollout/dropped_stale"] for line in after] == [32, 0, 0]
     assert [line["rollout/staleness_max"] for line in after] == [1, 1, 1]
     assert own_prompts(shorter)
-
-
-def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
-    spec, run = preset("fake", tmp_path), tmp_path / "run"
-    one = settings("rollout.max_staleness=1")
-    driver = start("train", spec, "--run-dir", run, *one, *settings("run.steps=100000", "checkpoint.every=9999"))
-    try:
-        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 150, "the third step")
-        driver.send_signal(signal.SIGINT)
-        output = driver.communicate(timeout=200)[0]
-    finally:
-        driver.kill()
-        driver.communicate()
-    assert driver.returncode == 130, output
-    wait_for(lambda: not workers_of(run), 150, "the end of every worker")
-    done = steps_done(run)
-    (saved,) = (run / "checkpoints").glob("step_*")
-    assert (saved / "driver" / f"ahead_{done + 1:06d}.safetensors").is_file()
-    train(spec, run, *one, "--resume", "--set", f"run.steps={done + 3}")
-    train(spec, tmp_path / "whole", *one, "--set", f"run.steps={done + 3}")
-    assert trajectory(run) == trajectory(tmp_path / "whole")
 
 
 def test_what_is_lost_while_both_work(tmp_path: Path) -> None:

@@ -27,25 +27,21 @@ m.FakeRolloutEngine.sleep = said
 """
 
 
-def test_weights_that_a_sync_will_bring_are_dropped(tmp_path):
-    """Level 2, from the first sleep after the build on: level 1 would keep a copy in host memory for nothing."""
-    spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
-    plot.mkdir()
-    (plot / "sitecustomize.py").write_text(PATCHES + SAYS_HOW_DEEP)
-    options = settings(f'rollout.env.PYTHONPATH="{plot}"', "run.steps=2", "checkpoint.every=1")
-    finish("train", spec, "--run-dir", run, *SHARED, *options)
-    log = (run / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text().splitlines()
-    said = [line for line in log if line.startswith("asleep")]
-    assert len(said) >= 3, "after the build, and before each of two updates"
-    assert set(said) == {"asleep at level 2"}
+def plot(folder, code):
+    """Return the settings under which the rollout runs this code when it starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PATCHES + code)
+    return settings(f'rollout.env.PYTHONPATH="{folder}"')
 
 
 def test_replicas_turns_checkpoints_and_evaluations_change_nothing(tmp_path):
-    """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples."""
+    """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples. It
+    sleeps at level 2, from the first time after the build on: level 1 would keep a copy in host memory for nothing."""
     spec = preset("fake", tmp_path)
     common = settings("run.steps=4", "checkpoint.every=1")
     evaluated = settings("eval={every=2, prompts=8}")
-    for name, extra in {"apart": (), "turns": (*SHARED, "--set", "rollout.processes=3")}.items():
+    turns = (*SHARED, *settings("rollout.processes=3"), *plot(tmp_path / "plot", SAYS_HOW_DEEP))
+    for name, extra in {"apart": (), "turns": turns}.items():
         finish("train", spec, "--run-dir", tmp_path / name, *common, *evaluated, *extra)
     assert trajectory(tmp_path / "turns") == trajectory(tmp_path / "apart")
     moves = [f"mem/actor_{what}_GiB" for what in ("before_offload", "offloaded", "before_onload", "onloaded")]
@@ -58,13 +54,15 @@ def test_replicas_turns_checkpoints_and_evaluations_change_nothing(tmp_path):
             assert turns["rollout/logprob_gap"] < 1e-4
             assert all(0.01 < turns[key] < 4 and key not in apart for key in moves), turns
             assert 0.01 < apart["mem/actor_peak_GiB"] < 4
+    log = (tmp_path / "turns" / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text().splitlines()
+    slept = [line for line in log if line.startswith("asleep")]
+    assert len(slept) > 4, "after the build, and before each of four updates"
+    assert set(slept) == {"asleep at level 2"}
 
 
 def test_a_sampler_that_wakes_as_another_stops_the_run_before_it_samples(tmp_path):
-    spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
-    plot.mkdir()
-    (plot / "sitecustomize.py").write_text(PATCHES + WAKES_AS_ANOTHER)
-    done = warm_rlctl("train", spec, "--run-dir", run, *SHARED, "--set", f'rollout.env.PYTHONPATH="{plot}"')
+    spec, run = preset("fake", tmp_path), tmp_path / "run"
+    done = warm_rlctl("train", spec, "--run-dir", run, *SHARED, *plot(tmp_path / "plot", WAKES_AS_ANOTHER))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "every weight arrived with the right bytes, but rollout 0 does not behave" in " ".join(done.stderr.split())
     assert not (run / "samples.jsonl").exists() or not (run / "samples.jsonl").read_text(), "nothing was sampled"

@@ -14,14 +14,14 @@ pytest.importorskip("deepspeed", reason="scripts/setup-engine deepspeed installs
 
 # Taking turns, so that trainers offload and onload in every step.
 SMALL = {
-    "run.steps": 4,
+    "run.steps": 2,
     "run.colocate": "always",
-    "checkpoint.every": 4,
+    "checkpoint.every": 2,
     "data.prompts_per_step": 8,
     "algorithm.group_size": 4,
     "algorithm.mini_batches_per_step": 2,
     "algorithm.kl_coef": 0.01,
-    "eval.every": 4,
+    "eval.every": 2,
     "eval.prompts": 8,
 }
 SETTINGS = settings(*(f"{key}={value}" for key, value in SMALL.items()))
@@ -40,13 +40,12 @@ def test_it_trains_what_ddp_trains(finished, tmp_path):
     """Sampler and trainer agree, and so do the two engines, until differences of rounding sample another token."""
     _, run = finished
     lines = trained(run)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines] == [1, 2]
     assert all(line["rollout/logprob_gap_max"] < 1e-4 and line["sync/verified"] is True for line in lines)
     assert lines[0]["actor/kl"] < lines[-1]["actor/kl"], "the reference must stay where the actor began"
     plain = preset("quickstart", tmp_path)
     finish("train", plain, "--run-dir", tmp_path / "run", *SETTINGS)
-    plain_lines = trained(tmp_path / "run")
-    for ours, theirs in zip(lines[:2], plain_lines[:2], strict=True):
+    for ours, theirs in zip(lines, trained(tmp_path / "run"), strict=True):
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
 

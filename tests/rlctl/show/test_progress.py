@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rlctl.show import progress as module
 from rlctl.show.progress import Progress
+from rlctl.show.screen import Screen
 from specs.wire.heartbeat import Moving
 
 
@@ -155,3 +156,20 @@ def test_groups_that_teach_nothing_are_seen(clock: HandClock, terminal: bool, si
         bar.step(metrics(1, **{"reward/silent_groups": silent}))
     assert ("without signal" in text_of(target)) is bool(words)
     assert words in text_of(target)
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"FORCE_COLOR": "1"}, {}])
+def test_no_panel_where_nothing_can_be_drawn_over(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    file = io.StringIO()
+    file.isatty = lambda: env.get("TERM") == "dumb"  # type: ignore[method-assign]
+    with Progress(2, 0, "mine", Screen(file=file, width=80)) as progress:
+        assert not progress.live
+        for _ in range(50):
+            progress.tick()
+        progress.step({"step": 2, "reward/mean": 0.5, "time/step_s": 0.1})
+    assert len(file.getvalue().splitlines()) == 1
+    assert "\x1b[1A" not in file.getvalue()

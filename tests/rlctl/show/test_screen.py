@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import pty
 import re
-import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -197,31 +194,3 @@ def test_a_fault_of_rlctl_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said = said_by("check-config", "x.toml", cwd=tmp_path)
     assert "this is a fault in rlctl" in said
     assert_harmless(said)
-
-
-TRIES = """
-import sys, termios
-from rlctl.show.screen import control_keys_unseen
-
-def seen():
-    return bool(termios.tcgetattr(0)[3] & termios.ECHOCTL)
-
-before = seen()
-with control_keys_unseen():
-    during = seen()
-print(before, during, seen())
-"""
-
-
-def test_ctrl_c_leaves_no_mark_in_a_panel() -> None:
-    """On a terminal of its own, whose settings are as before in the end."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execv(sys.executable, [sys.executable, "-c", TRIES])
-    output = b""
-    with contextlib.suppress(OSError):  # the other end is closed
-        while block := os.read(terminal, 4096):
-            output += block
-    os.waitpid(child, 0)
-    os.close(terminal)
-    assert output.split() == [b"True", b"False", b"True"]

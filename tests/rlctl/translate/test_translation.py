@@ -1,4 +1,4 @@
-"""Files of other tools become specs that load: three of TRL, of verl and of prime-rl, as their users write them."""
+"""Files of other tools become specs that load: of TRL, verl and prime-rl, as their users write them."""
 
 from __future__ import annotations
 
@@ -93,13 +93,6 @@ algorithm: {adv_estimator: gae, lam: 0.95, use_kl_in_reward: true, kl_ctrl: {typ
 trainer: {n_gpus_per_node: 4, total_training_steps: 300}
 custom_reward_function: {path: reward.py, name: score_answer}
 """
-VERL_DAPO = """
-python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=dapo.parquet data.train_batch_size=512 \\
-  actor_rollout_ref.rollout.n=16 actor_rollout_ref.model.path=Qwen/Qwen2.5-7B trainer.n_gpus_per_node=8 \\
-  actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
-  actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 \\
-  +algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 trainer.total_training_steps=400
-"""
 PRIME_RL = """
 max_steps = 100
 seq_len = 2048
@@ -137,14 +130,6 @@ max_off_policy_steps = 16
 [inference.vllm]
 tensor_parallel_size = 8
 """
-PRIME_SFT = """
-max_steps = 100
-model = { name = "PrimeIntellect/Qwen3-0.6B" }
-data = { name = "willcb/R1-reverse-wikipedia-paragraphs-v1-1000", seq_len = 4096, batch_size = 32 }
-optim = { lr = 2e-5 }
-scheduler = { type = "linear", warmup_steps = 10 }
-"""
-
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo.py": (
         TRL_GRPO,
@@ -207,10 +192,6 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "reward.terms": [{"kind": "function", "path": "reward.py:score_answer"}],
         },
     ),
-    "dapo.sh": (
-        VERL_DAPO,
-        {"algorithm.dynamic_sampling": True, "algorithm.dual_clip": 3.0, "actor.sequence_parallel": 8},
-    ),
     "rl.toml": (
         PRIME_RL,
         {
@@ -226,7 +207,6 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         PRIME_NODES,
         {"actor.processes": 16, "actor.nodes": 2, "cluster.kind": "ray", "actor.gradient_checkpointing": True},
     ),
-    "sft.toml": (PRIME_SFT, {"run.recipe": "sft", "data.max_tokens": 4096, "actor.optimizer.schedule": "linear"}),
 }
 
 

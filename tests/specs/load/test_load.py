@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from small_spec import problems_of, raw_spec
+from small_spec import raw_spec
 
 from specs.load.load import parse, spec_from
 
@@ -25,14 +25,6 @@ def test_whole_numbers_serve_as_numbers_and_lists_as_lists() -> None:
     spec = spec_from(raw_spec(rollout={"temperature": 2, "stop": ["a"]}, actor={"optimizer": {"betas": [0, 0.9]}}))
     assert spec.rollout.temperature == 2.0
     assert spec.rollout.stop == ("a",)
-
-
-def test_all_problems_of_keys_come_at_once_and_so_do_those_of_rules() -> None:
-    of_keys = {"run": {"steps": 0}, "actor": {"optimizer": {"rl": 1.0}}, "rollout": {"top_p": "1"}}
-    found = problems_of(raw_spec(**of_keys, data={"chat": "maybe"}))
-    assert {problem.key for problem in found} == {"run.steps", "actor.optimizer.rl", "rollout.top_p", "data.chat"}
-    found = problems_of(raw_spec(ref={}, algorithm={"mini_batches_per_step": 5}, data={"split": "x"}))
-    assert {problem.key for problem in found} == {"[ref]", "algorithm.mini_batches_per_step", "data.split"}
 
 
 def test_what_is_left_of_a_broken_spec_serves_to_look_at_its_files() -> None:

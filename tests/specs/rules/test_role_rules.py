@@ -22,21 +22,9 @@ def spec(rollout: dict[str, Any], *overrides: str) -> RlSpec:
     return spec_from(raw(rollout), list(overrides))
 
 
-def test_vllm_chooses_its_own_attention() -> None:
-    found = only_problem(raw({"attn_implementation": "sdpa"}))
-    assert (found.key, found.value) == ("rollout.attn_implementation", '"sdpa"')
-    assert "vllm chooses its attention itself" in found.message
-
-
 def test_the_attention_of_the_model_is_that_of_the_other_roles() -> None:
     checked = spec({}, "model.attn_implementation=eager")
     assert (checked.attention("actor"), checked.attention("rollout")) == ("eager", "auto")
-
-
-@pytest.mark.parametrize("processes", [1, 4])
-def test_a_replica_that_is_cut_has_several_gpus(processes: int) -> None:
-    fine = spec({"engine": GPUS, "processes": processes, "devices": list(range(2 * processes))})
-    assert len(fine.rollout.devices) == 2 * processes
 
 
 @pytest.mark.parametrize(
@@ -55,20 +43,3 @@ def test_gpus_that_do_not_share_out(devices: list[int], hint: str) -> None:
 
 def test_vllm_cuts_a_model_on_the_cpu_too() -> None:
     assert built_mesh(spec({"engine": GPUS, "processes": 2}).rollout) == {"tensor": 2}
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_replicas_need_no_launcher(launcher: str) -> None:
-    assert only_problem(raw({"launcher": launcher})).key == "rollout.launcher"
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [({}, "runs on the CPU"), ({"devices": [0]}, "kv_cache_GiB says how large")],
-)
-def test_a_share_of_gpu_memory_needs_a_gpu_to_share(more: dict[str, Any], why: str) -> None:
-    engine = {"kind": "vllm", "gpu_memory_utilization": 0.5, **({"kv_cache_GiB": 2.0} if more else {})}
-    found = only_problem(raw({"engine": engine, **more}))
-    assert found.key == "rollout.engine.gpu_memory_utilization"
-    assert why in found.message
-    assert spec({"engine": {"kind": "vllm", "gpu_memory_utilization": 0.5}, "devices": [0]})

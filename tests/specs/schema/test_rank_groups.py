@@ -105,9 +105,7 @@ def test_ranks_that_share_samples_lie_on_two_axes_more() -> None:
     [
         ({"shard": 4}, "shard", "4 × 1 = 4, but actor has 8", "actor.processes = 4 would fit, or actor.engine.rep"),
         ({"shard": 3}, "shard", "3 × 1 = 3, but actor has 8", "actor.engine.shard = 1, 2, 4 or 8"),
-        ({"shard": 4, "replicate": 4}, "shard", "4 × 4 = 16", "actor.engine.replicate = 2"),
         ({"replicate": 3}, "replicate", "cannot be shared out to 3 groups", "replicate = 1, 2, 4 or 8 would fit"),
-        ({"replicate": 16}, "replicate", "cannot be shared out to 16 groups", "1, 2, 4 or 8"),
     ],
 )
 def test_a_mesh_that_does_not_give_the_processes(engine: dict[str, Any], key: str, message: str, hint: str) -> None:

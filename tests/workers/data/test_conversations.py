@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,10 +41,20 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-def learned(template: str, learn_from: LearnFrom, messages: Any = TALK, **more: Any) -> list[str]:
-    chosen = None if learn_from == "all" else chosen_messages(messages, learn_from)
-    with ChatRenderer(template, {}, library=False) as chats:
-        found = learned_text(messages, chosen, chats, lambda text: text.endswith(ENDS), **more)
+@cache
+def chats_of(template: str) -> ChatRenderer:
+    """Return a template in its process, which ends with this one."""
+    made = ChatRenderer(template, {}, library=False)
+    atexit.register(made.close)
+    return made
+
+
+def learned_of(template: str, learned: list[int] | None, messages: Any = TALK, tools: Any = None) -> LearnedText:
+    return learned_text(messages, learned, chats_of(template), lambda text: text.endswith(ENDS), tools)
+
+
+def learned(template: str, learn_from: LearnFrom, messages: Any = TALK) -> list[str]:
+    found = learned_of(template, None if learn_from == "all" else chosen_messages(messages, learn_from), messages)
     return [found.text[start:end] for start, end in found.spans]
 
 
@@ -51,17 +63,14 @@ def test_answers_learn_with_the_end_of_their_turn(template: str) -> None:
     end = next(end for end in ENDS if end in template)
     assert learned(template, "assistant") == [f"1{end}", f"2{end}"]
     assert learned(template, "last_assistant") == learned(template, "flagged") == [f"2{end}"]
-    with ChatRenderer(template, {}, library=False) as chats:
-        assert learned(template, "all") == [chats.render(TALK, begins_answer=False)]
+    assert learned(template, "all") == [chats_of(template).render(TALK, begins_answer=False)]
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, GENERATION])
 def test_spans_are_where_marked_answers_stand(template: str) -> None:
     """Contents of equal length in the place of the answers change the whole text within the spans alone."""
     marked = [{**m, "content": "\x07" * len(m["content"])} if m["role"] == "assistant" else m for m in TALK]
-    with ChatRenderer(template, {}, library=False) as chats:
-        found = learned_text(TALK, [2, 4], chats, lambda text: text.endswith(ENDS))
-        other = chats.render(marked, begins_answer=False)
+    found, other = learned_of(template, [2, 4]), chats_of(template).render(marked, begins_answer=False)
     at = {place for place, (one, two) in enumerate(zip(found.text, other, strict=True)) if one != two}
     spans = {place for start, end in found.spans for place in range(start, end)}
     assert at < spans
@@ -75,28 +84,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() ->
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "learn_from", "why"),
+    ("template", "messages", "why"),
     [
-        (
-            CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
-            TALK,
-            "assistant",
-            "begins it otherwise",
-        ),
-        (CHATML, [{"role": "assistant", "content": "hi"}, *TALK], "assistant", "message 0: nothing comes before it"),
-        (CHATML, [*TALK[:2], {"role": "assistant", "content": ""}], "assistant", "message 2: it is empty"),
-        (CHATML.replace("{{ m.content }}<|im_end|>", ""), TALK, "assistant", "message 2: .* writes nothing for it"),
-        ("{{ raise_exception('roles must alternate') }}", TALK, "assistant", "refuses the messages: roles must"),
+        (CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"), TALK, "begins it otherwise"),
+        (CHATML, [{"role": "assistant", "content": "hi"}, *TALK], "message 0: nothing comes before it"),
+        (CHATML, [*TALK[:2], {"role": "assistant", "content": ""}], "message 2: it is empty"),
+        (CHATML.replace("{{ m.content }}<|im_end|>", ""), TALK, "message 2: .* writes nothing for it"),
+        ("{{ raise_exception('roles must alternate') }}", TALK, "refuses the messages: roles must"),
     ],
 )
-def test_what_cannot_be_proven_is_refused(template: str, messages: Any, learn_from: LearnFrom, why: str) -> None:
+def test_what_cannot_be_proven_is_refused(template: str, messages: Any, why: str) -> None:
     with pytest.raises(BadRow, match=why):
-        learned(template, learn_from, messages)
+        learned(template, "assistant", messages)
 
 
 def test_tools_reach_the_template() -> None:
-    with ChatRenderer(HEADERS, {}, library=False) as chats:
-        found = learned_text(TALK, [4], chats, lambda text: text.endswith(ENDS), [{"name": "add"}])
+    found = learned_of(HEADERS, [4], tools=[{"name": "add"}])
     assert '<|tools|>[{"name": "add"}]<|eot|>' in found.text
     assert [found.text[start:end] for start, end in found.spans] == ["2<|eot|>"]
 
@@ -114,7 +117,6 @@ def test_a_token_across_the_end_of_what_is_learned_is_refused() -> None:
     ("value", "why"),
     [
         ("hi", "must be a list of messages"),
-        ([], "must be a list of messages"),
         ([{"content": "x"}], "message 0: no message with role and content"),
         ([{"role": "user", "content": None}], "message 0: no content and no tool calls"),
         ([{"role": "user", "content": "x", "train": 1}], "train must be true or false"),

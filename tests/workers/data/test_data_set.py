@@ -18,8 +18,7 @@ from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from specs.wire.role_config import DataConfig
 from workers.data.data_set import EVAL_IDS, RunData, open_data
-from workers.data.prompts import PromptTable, build_table
-from workers.data.row_source import read_rows
+from workers.data.prompts import PromptTable
 
 BUILTIN = Path(specs.__file__).parent / "builtin"
 
@@ -49,20 +48,25 @@ def write_jsonl(folder: Path, rows: list[Any]) -> None:
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def table_of(folder: Path, codec: TextCodec, *, needs_answer: bool = False, **keys: Any) -> PromptTable:
-    data = section(**keys)
-    rows = read_rows(data.train, split=data.split, base=folder, max_rows=data.max_rows)
-    return build_table(data.train, rows, data, codec, needs_answer)
+def table_of(folder: Path, codec: TextCodec, **keys: Any) -> PromptTable:
+    return run_data(folder, codec, needs_answer=False, **keys).train.table
 
 
-def run_data(folder: Path, codec: TextCodec, *, eval_keys: dict[str, Any] | None = None, **keys: Any) -> RunData:
+def run_data(
+    folder: Path,
+    codec: TextCodec,
+    *,
+    needs_answer: bool = True,
+    eval_keys: dict[str, Any] | None = None,
+    **keys: Any,
+) -> RunData:
     held = EvalSection.model_validate({"every": 1, **eval_keys}) if eval_keys else None
     config = {
         "model_path": codec.model_path,
         "trust_remote_code": False,
         "data": section(**keys).model_dump(),
         "evals": [one.model_dump() for one in held.evaluations] if held else [],
-        "needs_answer": True,
+        "needs_answer": needs_answer,
         "row_columns": None,
         "seed": 7,
         "spec_dir": str(folder),
@@ -84,11 +88,9 @@ def test_jsonl_keeps_columns_and_skips_blank_lines(tmp_path: Path, codec: TextCo
 
 BAD_ROWS: list[tuple[Any, str]] = [
     ('{"prompt": "torn', "not JSON"),
-    ("[1]", "not a JSON object but list"),
     ({"question": "x"}, "no column 'prompt'; the row has 'question'"),
     ({"prompt": None}, "column 'prompt' is null"),
     ({"prompt": ""}, "the prompt is empty"),
-    ({"prompt": 3}, "is int, not text"),
     ({"prompt": [{"role": "user", "content": "x"}]}, "no chat template"),
     ('{"prompt": "half \\ud800"}', "column 'prompt' holds half of a surrogate pair"),
     ('{"prompt": "p", "extra": [{"a": ["x", "\\uDBFF"]}]}', "column 'extra' holds half of a surrogate pair"),
@@ -188,10 +190,7 @@ def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
     write_jsonl(
         tmp_path, [{"prompt": "text"}, {"prompt": messages}, {"prompt": [{"role": "system", "content": "own"}]}]
     )
-    keys = {"max_prompt_tokens": 64}
-    assert table_of(tmp_path, chat_codec, **keys).prompts[:2] == ["[user]text[go]", "[user]hi[assistant]yo[user]so[go]"]
-    with_system = table_of(tmp_path, chat_codec, system="be brief", **keys).prompts
-    assert with_system == [
+    assert table_of(tmp_path, chat_codec, system="be brief", max_prompt_tokens=64).prompts == [
         "[system]be brief[user]text[go]",
         "[system]be brief[user]hi[assistant]yo[user]so[go]",
         "[system]own[go]",

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_conversations import CHATML, DROPS_THINKING, HEADERS, TALK
-from test_examples import ANSWERED, ASKED, CODEC, MODEL
+from test_conversations import DROPS_THINKING, HEADERS, TALK
+from test_examples import ANSWERED, ASKED, CODEC, MODEL, reader_of
 
 from specs.errors import DataError
 from specs.schema.eval_sets import GenerateSection
 from specs.schema.objectives import Unit
 from specs.schema.rows import RowsEval, RowsSection
 from specs.wire.role_config import DataConfig, RowsConfig
-from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import BadRow
 from workers.data.data_set import EVAL_IDS, RunRows, open_rows
-from workers.data.examples import ExampleReader, RowPrompt
 from workers.data.first_rows import row_findings
 from workers.data.row_source import DataRow
 
@@ -29,24 +26,6 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 OTHER = [{"role": "assistant", "content": "I"}]
 
 
-def prompt_and_example(
-    values: dict[str, Any], unit: Unit = "token", template: str = CHATML, *, alone: bool, **data: Any
-) -> tuple[RowPrompt, list[int]]:
-    """Return the prompt of a row, and the tokens of its first sequence up to the last that are learned in a row.
-    `alone`: how a prompt without an answer would be written, which changes nothing here."""
-    section = RowsSection(train="x.jsonl", rows_per_step=1, max_tokens=500, **data)
-    row = DataRow("x.jsonl:1", values)
-    with ChatRenderer(template, {}, library=False) if template else nullcontext() as chats:
-        config = RowsConfig(rows=section, eval=None, unit=unit)
-        reader = ExampleReader(section.sources[0], config, CODEC, chats)
-        learned = reader.example(row).sequences[0]
-        at = max(n for n, mask in enumerate(learned.mask) if mask and not learned.mask[n - 1])
-        asked = reader.asked(values, chat=alone)
-        assert isinstance(asked, str) or not any("train" in message for message in asked)
-        return reader.prompt(row, chat=alone), learned.tokens[:at]
-
-
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(
     ("unit", "values", "keys"),
     [
@@ -68,25 +47,25 @@ def prompt_and_example(
     ],
 )
 def test_a_prompt_is_what_stands_before_the_answer_that_is_learned(
-    unit: Unit, values: dict[str, Any], keys: dict[str, Any], alone: bool
+    unit: Unit, values: dict[str, Any], keys: dict[str, Any]
 ) -> None:
-    prompt, before = prompt_and_example(values, unit, alone=alone, **keys)
-    assert prompt.tokens == before
-    assert CODEC.decode([prompt.tokens], special_tokens=True)[0].endswith(prompt.text)
+    """It ends where the last tokens that are learned in a row begin."""
+    reader, row = reader_of(unit, **keys), DataRow("x.jsonl:1", values)
+    learned = reader.example(row).sequences[0]
+    at = max(n for n, mask in enumerate(learned.mask) if mask and not learned.mask[n - 1])
+    for alone in (False, True):  # how a prompt without an answer would be written changes nothing here
+        prompt, asked = reader.prompt(row, chat=alone), reader.asked(values, chat=alone)
+        assert prompt.tokens == learned.tokens[:at]
+        assert CODEC.decode([prompt.tokens], special_tokens=True)[0].endswith(prompt.text)
+        assert isinstance(asked, str) or not any("train" in message for message in asked)
 
 
 @pytest.mark.parametrize(
     ("chat", "begins"), [(False, "one?"), (True, "<|im_start|>user\none?<|im_end|>\n<|im_start|>a")]
 )
 def test_a_prompt_without_an_answer_goes_the_way_of_the_rows_that_are_learned(chat: bool, begins: str) -> None:
-    reader = reader_of()
-    with ChatRenderer(CHATML, {}, library=False) as reader.chats:
-        assert reader.prompt(DataRow("", {"prompt": "one?", "answer": "1"}), chat=chat).text.startswith(begins)
-
-
-def reader_of(**data: Any) -> ExampleReader:
-    section = RowsSection(train="x.jsonl", rows_per_step=1, max_tokens=500, **data)
-    return ExampleReader(section.sources[0], RowsConfig(rows=section, eval=None, unit="token"), CODEC, None)
+    prompt = reader_of().prompt(DataRow("", {"prompt": "one?", "answer": "1"}), chat=chat)
+    assert prompt.text.startswith(begins)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +79,24 @@ def reader_of(**data: Any) -> ExampleReader:
 )
 def test_rows_without_a_prompt(values: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRow, match=why):
-        reader_of().prompt(DataRow("x.jsonl:1", values), chat=False)
+        reader_of(template="").prompt(DataRow("x.jsonl:1", values), chat=False)
 
 
 # ── the prompts of a run ──────────────────────────────────────────────────────────────────────────
 
 
-def opened(folder: Path, rows: list[dict[str, Any]], generate: dict[str, Any], **data: Any) -> RunRows:
+def config_of(folder: Path, rows: list[dict[str, Any]], generate: dict[str, Any], **data: Any) -> DataConfig:
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"train": "a.jsonl", "rows_per_step": 4, "max_tokens": 9, "bad_rows": "drop", **data}
-    config = RowsConfig(rows=RowsSection.model_validate(keys), eval=RowsEval(every=1, rows=4), unit="token")
+    section = RowsSection.model_validate({"train": "a.jsonl", "rows_per_step": 4, **data})
+    config = RowsConfig(rows=section, eval=RowsEval(every=1, rows=4), unit="token")
     table = GenerateSection.model_validate({"max_response_tokens": 4, **generate})
     about = {"model_path": str(MODEL), "trust_remote_code": False, "spec_dir": str(folder), "seed": 3}
     graded = {"evals": table.evaluations, "answer_column": "answer", "needs_answer": True, "max_prompt_tokens": 6}
-    return open_rows(DataConfig(rows=config, **graded, **about), CODEC)
+    return DataConfig(rows=config, **graded, **about)
+
+
+def opened(folder: Path, rows: list[dict[str, Any]], generate: dict[str, Any], **data: Any) -> RunRows:
+    return open_rows(config_of(folder, rows, generate, **{"max_tokens": 9, "bad_rows": "drop", **data}), CODEC)
 
 
 ROWS = [{"prompt": f"p{n}", "completion": f"{n}", "answer": f"{n}"} for n in range(20)]
@@ -179,7 +162,6 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
     ("rows", "generate", "wanted"),
     [
         ([{"prompt": "q", "completion": "a", "answer": "a"}], {}, {}),
-        ([{"text": "hello"}], {}, {"eval.generate.data": "no column 'prompt' to complete; the row has 'text'"}),
         ([{"prompt": "q", "completion": "a"}], {}, {"eval.generate.data": "no column 'answer'"}),
         (
             [{"text": "hello"}],
@@ -191,13 +173,8 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
 def test_what_a_check_says_of_the_first_prompts(
     rows: list[dict[str, Any]], generate: dict[str, Any], wanted: dict[str, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "b.jsonl").write_text('{"prompt": "too long for it", "answer": 2}\n')
-    section = RowsSection.model_validate({"train": "a.jsonl", "rows_per_step": 4, "max_tokens": 20})
-    config = RowsConfig(rows=section, eval=RowsEval(every=1, rows=4), unit="token")
-    table = GenerateSection.model_validate({"max_response_tokens": 4, **generate})
-    about = {"model_path": str(MODEL), "trust_remote_code": False, "spec_dir": str(tmp_path), "seed": 3}
-    graded = {"evals": table.evaluations, "answer_column": "answer", "needs_answer": True, "max_prompt_tokens": 6}
-    found = {one.key: one.message for one in row_findings(DataConfig(rows=config, **graded, **about), CODEC, None)}
+    config = config_of(tmp_path, rows, generate, max_tokens=20)
+    found = {one.key: one.message for one in row_findings(config, CODEC, None)}
     assert found.keys() == wanted.keys(), found
     assert all(text in found[key] for key, text in wanted.items()), found

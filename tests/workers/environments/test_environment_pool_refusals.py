@@ -132,6 +132,6 @@ def test_start_raises_what_loading_raised(tmp_path: Path) -> None:
         asyncio.run(make_pool(tmp_path, path=written(tmp_path, CODE) + ":NoHint").start())
     assert (caught.value.message, caught.value.hint) == (REFUSED["NoHint"], "write item: str, or another type")
     with pytest.raises(RewardError, match=r"environment file .*nowhere\.py does not exist"):
-        asyncio.run(make_pool(tmp_path, path="nowhere.py:Shop").start())
-    with pytest.raises(RewardError, match=r"users\.py:3: NameError: name 'nothing' is not defined"):
-        asyncio.run(make_pool(tmp_path, path=written(tmp_path, "\n\nnothing") + ":Shop").start())
+        load("nowhere.py:Shop", (), "", str(tmp_path))
+    with pytest.raises(RewardError, match=r"wrong\.py:3: NameError: name 'nothing' is not defined"):
+        load(written(tmp_path, "\n\nnothing", "wrong.py") + ":Shop", (), "", str(tmp_path))

@@ -11,10 +11,6 @@ from environment_pools import make_pool, run, written
 from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool, EnvironmentReply
 
 CODE = '''
-    class Plain:
-        def reset(self): return None
-        def step(self, text): return "you wrote " + text
-
     class Base:
         def get_wrapper_attr(self, name: str) -> object:
             """Return an attribute.
@@ -41,7 +37,8 @@ CODE = '''
 
     class Old:
         def reset(self, prompt): return {"board": prompt}
-        def step(self, action): return {"board": action}, 1, action == "end", {}
+        def step(self, action):
+            return action if action == "text alone" else ({"board": action}, 1, action == "end", {})
 
     class SkyRL:
         done = False
@@ -78,17 +75,13 @@ def episode(
     async def test(described: Described) -> tuple[Any, list[EnvironmentReply]]:
         assert (described.mode, described.tools) == ("text", ())
         environment = await pool.open()
-        observation = await environment.reset(row, seed)
+        content = await environment.reset(row, seed)
         replies = [await environment.step(text) for text in texts]
         assert await environment.reward() is None
         await environment.close()
-        return observation.content, replies
+        return content, replies
 
     return run(pool, test)
-
-
-def test_text_alone(tmp_path: Path) -> None:
-    assert episode(tmp_path, "Plain", {"a": 1}, 0, ["x"]) == (None, [EnvironmentReply("you wrote x", None, done=False)])
 
 
 def test_gymnasium(tmp_path: Path) -> None:
@@ -101,11 +94,12 @@ def test_gymnasium(tmp_path: Path) -> None:
     assert "closed" in (tmp_path / "output.log").read_text()
 
 
-def test_old_gym_whose_observations_are_no_text(tmp_path: Path) -> None:
-    content, replies = episode(tmp_path, "Old", {"prompt": "p"}, 0, ["x", "end"])
+def test_old_gym_whose_observations_are_no_text_and_text_alone(tmp_path: Path) -> None:
+    content, replies = episode(tmp_path, "Old", {"prompt": "p"}, 0, ["x", "text alone", "end"])
     assert content == '{"board": "p"}'
     assert replies == [
         EnvironmentReply('{"board": "x"}', 1.0, done=False),
+        EnvironmentReply("text alone", None, done=False),
         EnvironmentReply('{"board": "end"}', 1.0, done=True),
     ]
 

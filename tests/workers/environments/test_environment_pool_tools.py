@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from environment_pools import LIMIT_S, make_pool, opened, run, written
+from environment_pools import make_pool, opened, run, written
 
 from workers.environments.environment_pool import (
     Described,
-    EnvironmentPool,
     EnvironmentReply,
-    EnvironmentSetup,
-    Observation,
 )
 
 # The example of TRL's page on environments, as it stands there.
@@ -103,7 +100,7 @@ def test_a_class_written_for_trl(tmp_path: Path) -> None:
     async def test(described: Described) -> None:
         assert described == Described("tools", (INCREMENT,), "IncrementEnv", takes_seed=True, gives_reward=True)
         environment = await pool.open()
-        assert await environment.reset({"target": 3, "prompt": "p"}, 0) == Observation("Increment the counter to 3.")
+        assert await environment.reset({"target": 3, "prompt": "p"}, 0) == "Increment the counter to 3."
         assert await environment.call("increment", {"step": 2}) == EnvironmentReply("2", None, done=False)
         assert await environment.call("increment", {"step": 1}) == EnvironmentReply("3", None, done=False)
         assert await environment.reward() == 3.0
@@ -115,15 +112,14 @@ def test_a_class_written_for_trl(tmp_path: Path) -> None:
 
 
 def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
-    pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop")
+    pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop", processes=3)
 
     async def test(described: Described) -> None:
         assert [tool["function"]["name"] for tool in described.tools] == ["buy", "show"]
         assert described.takes_seed
         assert not described.gives_reward
         environment = await pool.open()
-        content = [{"role": "user", "content": "tea 5"}]
-        assert await environment.reset({"item": "tea", "other": 1}, 5) == Observation(content)
+        assert await environment.reset({"item": "tea", "other": 1}, 5) == [{"role": "user", "content": "tea 5"}]
         assert await environment.reward() is None
         assert await environment.call("buy", {"count": 2}) == EnvironmentReply("bought 2 tea", 1.0, done=False)
         for kind, text in {
@@ -136,16 +132,8 @@ def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
         await environment.call("buy", {})
         assert (await environment.call("buy", {})).done
         await environment.close()
-
-    run(pool, test)
-
-
-def test_what_does_not_fit_is_for_the_model_to_read(tmp_path: Path) -> None:
-    pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop")
-
-    async def test(_: Described) -> None:
         async with opened(pool, {"item": "tea"}) as environment:
-            replies = {
+            replies = {  # what does not fit is for the model to read
                 "there is no tool sell; the tools are buy, show": ("sell", {}),
                 "there is no tool reset; the tools are buy, show": ("reset", {}),
                 "show: missing kind and unknown x; its arguments are kind": ("show", {"x": 1}),
@@ -153,14 +141,11 @@ def test_what_does_not_fit_is_for_the_model_to_read(tmp_path: Path) -> None:
             }
             for text, call in replies.items():
                 assert await environment.call(*call) == EnvironmentReply(text, None, done=False, error=True)
+        await seeds()
 
-    run(pool, test)
+    async def seeds() -> None:
+        """A seed sets what the class draws, and a column of its name wins."""
 
-
-def test_a_seed_sets_what_the_class_draws_and_a_column_of_its_name_wins(tmp_path: Path) -> None:
-    pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop", processes=3)
-
-    async def test(_: Described) -> None:
         async def draw(seed: int) -> str:
             async with opened(pool, {"item": "x"}, seed) as environment:
                 return str((await environment.call("show", {"kind": "draw"})).text)
@@ -169,8 +154,7 @@ def test_a_seed_sets_what_the_class_draws_and_a_column_of_its_name_wins(tmp_path
         assert first == again != other
         assert first == await draw(1)  # in a process that had another episode
         environment = await pool.open()
-        observation = await environment.reset({"item": "x", "seed": 77}, 1)
-        assert observation.content == [{"role": "user", "content": "x 77"}]
+        assert await environment.reset({"item": "x", "seed": 77}, 1) == [{"role": "user", "content": "x 77"}]
         await environment.close()
 
     run(pool, test)
@@ -196,7 +180,7 @@ def test_functions_need_no_class(tmp_path: Path) -> None:
     async def test(described: Described) -> None:
         assert (described.mode, described.name, described.gives_reward) == ("tools", "tools", False)
         environment = await pool.open()
-        assert await environment.reset({}, 0) == Observation(None)
+        assert await environment.reset({}, 0) is None
         assert await environment.call("add", {"a": 1, "b": 2}) == EnvironmentReply("3.5", None, done=False)
         assert await environment.call("now", {}) == EnvironmentReply("late", None, done=False)
         await environment.close()
@@ -213,16 +197,9 @@ def test_another_interpreter_needs_the_standard_library_alone(tmp_path: Path) ->
             """Say what is there."""
             return [name for name in ("numpy", "pydantic", "torch") if importlib.util.find_spec(name)] + [sys.prefix]
     '''
-    setup = EnvironmentSetup(tools=(written(tmp_path, code) + ":found",), base=str(tmp_path))
-    pool = EnvironmentPool(
-        setup,
-        processes=1,
-        call_timeout_s=LIMIT_S,
-        memory_MiB=64,
-        log_path=tmp_path / "log",
-        python=str(tmp_path / "bare/bin/python"),
-        env={"PYTHONPATH": ""},
-    )
+    tools = (written(tmp_path, code) + ":found",)
+    python = str(tmp_path / "bare/bin/python")
+    pool = make_pool(tmp_path, python=python, env={"PYTHONPATH": ""}, processes=1, memory_MiB=64, tools=tools)
 
     async def test(_: Described) -> None:
         async with opened(pool) as environment:

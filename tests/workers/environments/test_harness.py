@@ -17,8 +17,9 @@ import pytest
 from agent_gateway import END, TASK, Sampler, chat
 
 from specs.schema.environment import EnvironmentSection
-from workers.environments.environment_pool import EnvironmentPool, EnvironmentSetup
+from workers.environments.environment_pool import EnvironmentPool
 from workers.environments.harness import Harness, HarnessRun
+from workers.environments.replies import Lost
 from workers.episodes import agent_episode
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.trajectory import Task, Trajectory
@@ -92,19 +93,13 @@ class Bench:
     ) -> Any:
         limits = {name: agent.pop(name) for name in ("max_turns", "episode_timeout_s", "memory_MiB") if name in agent}
         command = {"command": ["python", "{spec_dir}/agent.py", how, "{prompt}"], **agent}
-        section = EnvironmentSection(agent=command, **limits)
+        section = EnvironmentSection(agent=command, processes=4, call_timeout_s=30.0, **limits)
         return asyncio.run(self._play(section, wait_s, row or {}, times))
 
     async def _play(self, section: EnvironmentSection, wait_s: float, row: dict[str, Any], times: int) -> Any:
         gateway, self.sampler = Gateway(), Sampler([f"42{END}"], wait_s=wait_s)
         await gateway.start()
-        self.pool = EnvironmentPool(
-            EnvironmentSetup.of(section, str(self.folder)),
-            processes=4,
-            call_timeout_s=30.0,
-            memory_MiB=section.memory_MiB,
-            log_path=self.log,
-        )
+        self.pool = EnvironmentPool(section, str(self.folder), log_path=self.log)
         try:
             described = await self.pool.start()
 
@@ -130,7 +125,10 @@ def test_an_episode_of_a_program(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     """It reaches the model, is given no more than it should, and its reward sees what it left."""
     monkeypatch.setenv("SECRET_OF_THIS_MACHINE", "x")
     env = {"GREETING": "{name}, {prompt}", "MODEL": "{model}", "LITERAL": "${HOME} {unknown} {}"}
-    found = bench.play("answers", env=env, reward="reward.py:score", row={"name": "Ann", "worth": 2.0})
+    (bench.folder / "logs").mkdir()
+    bench.log = bench.folder / "logs" / "log"
+    row = {"name": "Ann", "worth": 2.0}
+    found = bench.play("answers", env=env, reward="reward.py:score", row=row, keep_cwd=True)
     assert (found.why, found.stop, found.reward, found.turns) == ("", "completed", 2.0, 1)
     assert found.notes["exit_code"] == 0
     told = json.loads(found.notes["output"])
@@ -142,6 +140,8 @@ def test_an_episode_of_a_program(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert [sample.rewards for sample in found.samples] == [[(len(found.samples[0].tokens) - 1, 2.0)]]
     assert not bench.left, "its folders are gone"
     assert not bench.pool.folders.exists()
+    assert (bench.folder / "agents" / "7" / "answer.txt").read_text() == "42"
+    assert found.record()["cwd"] == str(bench.folder / "agents" / "7")
 
 
 FAILED = {
@@ -150,14 +150,13 @@ FAILED = {
     "refused": "its request was refused: there is no message for the model to answer",
     "gives up": "had not waited for the model's last reply",
     "no program": "cannot be run: No such file or directory",
-    "no folder": "cwd = .* cannot be copied",
 }
 
 
 @pytest.mark.parametrize("how", FAILED)
 def test_a_program_that_fails_has_no_reward(bench: Bench, how: str) -> None:
     """No reward of 0 for what never answered."""
-    more: dict[str, Any] = {"no program": {"command": ["no-such-agent"]}, "no folder": {"cwd": "nowhere"}}.get(how, {})
+    more: dict[str, Any] = {"command": ["no-such-agent"]} if how == "no program" else {}
     found = bench.play(how, wait_s=2.0 if how == "gives up" else 0.0, **more)
     assert found.stop == "environment_lost"
     assert re.search(FAILED[how], found.why), found.why
@@ -171,7 +170,7 @@ def test_an_exit_code_is_for_the_reward(bench: Bench) -> None:
 
 
 def test_a_program_that_does_not_stop_is_stopped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its last turn it is told, and killed where it goes on; the reward sees what it left."""
+    """After its last turn it is told, and killed where it continues; the reward sees what it left."""
     monkeypatch.setattr(agent_episode, "_GRACE_S", 0.3)
     (bench.folder / "reward.py").write_text("def score(exit_code, cwd):\n    return float(exit_code)\n")
     found = bench.play("goes on", max_turns=3, reward="reward.py:score")
@@ -198,7 +197,7 @@ def test_nothing_is_left_of_many(bench: Bench, how: str, limits: dict[str, Any])
     mine = psutil.Process()
     before = {process.pid for process in mine.children(recursive=True)}
     open_ = mine.num_fds()
-    found = bench.play(how, times=12, **limits)
+    found = bench.play(how, times=6, **limits)
     stops = {"leaves": "completed", "hangs": "timeout", "fills": "completed"}
     assert {one.stop for one in found} == {stops[how]}
     if how == "fills":
@@ -210,30 +209,29 @@ def test_nothing_is_left_of_many(bench: Bench, how: str, limits: dict[str, Any])
     assert mine.num_fds() <= open_ + 2
 
 
-def test_a_working_directory_is_kept(bench: Bench) -> None:
-    (bench.folder / "logs").mkdir()
-    bench.log = bench.folder / "logs" / "log"
-    found = bench.play("answers", keep_cwd=True)
-    assert (bench.folder / "agents" / "7" / "answer.txt").read_text() == "42"
-    assert found.record()["cwd"] == str(bench.folder / "agents" / "7")
-
-
-def test_working_directories(bench: Bench) -> None:
+def test_working_directories(tmp_path: Path) -> None:
     """A folder, archives and a git bundle; names of the row's columns stand in it."""
-    source = bench.folder / "repos" / "one"
+    source = tmp_path / "repos" / "one"
     source.mkdir(parents=True)
     (source / "main.py").write_text("print(1)\n")
-    with tarfile.open(bench.folder / "one.tar.gz", "w:gz") as tar:
+    with tarfile.open(tmp_path / "one.tar.gz", "w:gz") as tar:
         tar.add(source / "main.py", "main.py")
-    with zipfile.ZipFile(bench.folder / "one.zip", "w") as archive:
+    with zipfile.ZipFile(tmp_path / "one.zip", "w") as archive:
         archive.write(source / "main.py", "main.py")
     git = ["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x@x"]
-    bundle = ["bundle", "create", "-q", str(bench.folder / "one.bundle"), "HEAD", "--all"]
+    bundle = ["bundle", "create", "-q", str(tmp_path / "one.bundle"), "HEAD", "--all"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"], bundle):
         subprocess.run([*git, *command], check=True)
+    (tmp_path / "bad.tar.gz").write_bytes(b"no archive")
+
+    def printed(cwd: str) -> str:
+        """Return what a program prints that empties its file, of which the source keeps its own."""
+        harness = Harness(("sh", "-c", "cat main.py; echo > main.py"), {}, cwd, None)
+        run = HarnessRun(harness, tmp_path / "runs" / cwd, str(tmp_path), {"name": "one"})
+        return str(asyncio.run(run.run({}))["output"])
+
     for cwd in ("repos/{name}", "{name}.tar.gz", "one.zip", "one.bundle"):
-        found = bench.play("answers", cwd=cwd, row={"name": "one"})
-        assert "main.py" in json.loads(found.notes["output"])["files"], (cwd, found.why)
+        assert printed(cwd) == "print(1)\n", cwd
     assert (source / "main.py").read_text() == "print(1)\n"
-    (bench.folder / "bad.tar.gz").write_bytes(b"no archive")
-    assert "cannot be copied" in bench.play("answers", cwd="bad.tar.gz").why
+    with pytest.raises(Lost, match="cannot be copied"):
+        printed("bad.tar.gz")

@@ -54,24 +54,6 @@ FUNCTION = '''
         """Double a number."""
         return 2 * x
 '''
-# A server that answers by hand: its one tool has the schema that stands in its arguments.
-BY_HAND = """
-    import json, sys
-
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "id" not in request:
-            continue
-        if request["method"] == "initialize":
-            result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
-                      "serverInfo": {"name": "by hand", "version": "1"}}
-        elif request["method"] == "tools/list":
-            result = {"tools": [{"name": "odd", "inputSchema": json.loads(sys.argv[1])}]}
-        else:
-            result = None
-        answer = {"result": result} if result else {"error": {"code": -32601, "message": "no"}}
-        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}), flush=True)
-"""
 
 
 def mcp_pool(folder: Path, *, processes: int = 1) -> EnvironmentPool:
@@ -133,23 +115,10 @@ def test_servers_of_processes_end_with_the_pool(tmp_path: Path) -> None:
     [
         ("no-such-command", "mcp:no-such-command does not start, or lists no tools: FileNotFoundError"),
         (f"{sys.executable} -c 'raise SystemExit(3)'", "does not start, or lists no tools: "),
-        ("""python by_hand.py '{"type": "string"}'""", "inputSchema.type Input should be 'object'"),
-        (
-            """python by_hand.py '{"type": "object", "properties": []}'""",
-            "inputSchema.properties Input should be a valid dictionary",
-        ),
     ],
 )
 def test_a_server_that_cannot_be_used(tmp_path: Path, command: str, text: str) -> None:
-    written(tmp_path, BY_HAND, "by_hand.py")
     with pytest.raises(RewardError) as caught:
         asyncio.run(make_pool(tmp_path, tools=(f"mcp:{command}",)).start())
     assert text in caught.value.message
     assert caught.value.hint
-
-
-def test_two_servers_with_tools_of_one_name(tmp_path: Path) -> None:
-    written(tmp_path, BY_HAND, "by_hand.py")
-    command = """mcp:python by_hand.py '{"type": "object"}'"""
-    with pytest.raises(RewardError, match="two tools are called odd"):
-        asyncio.run(make_pool(tmp_path, tools=(command, command)).start())

@@ -16,7 +16,7 @@ from workers.gateway.chat_request import ChatReply, ChatRequest
 from workers.gateway.gateway_server import Gateway
 from workers.gateway.openai_chat import OpenAIChat
 
-TREES, REQUESTS = 1000, 8
+TREES, REQUESTS = 250, 8
 WIRE = OpenAIChat()
 
 

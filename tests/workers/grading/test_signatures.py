@@ -55,14 +55,10 @@ def returned(*parameters: str) -> Callable[..., Any]:
     [
         ("prompt completion row", [*SAMPLE]),
         ("answer completion", ["4", "it is 4"]),
-        ("row completion prompt", [ROW, "it is 4", "<user>2+2?"]),
         ("completion * answer", ["it is 4", "4"]),
         ("completion strict=True / answer=1", ["it is 4", True, "4"]),
-        ("completion answer level=0 strict=True", ["it is 4", "4", 3, True]),
         ("p c r", [*SAMPLE]),
-        ("_ completion row", [*SAMPLE]),
         ("x y z other=5", [*SAMPLE, 5]),
-        ("*sample", [SAMPLE]),
         ("completion **others", ["it is 4", {**ROW, "prompt": "<user>2+2?"}]),
         ("**others", [{**ROW, "prompt": "<user>2+2?", "completion": "it is 4"}]),
     ],
@@ -75,10 +71,8 @@ def test_a_parameter_gets_what_its_name_says(parameters: str, given: list[Any]) 
     ("parameters", "unknown"),
     [
         ("prompt response answer", "response"),
-        ("completion gold", "gold"),
         ("prompt completion ground_truth", "ground_truth"),
         ("a b c d", "a"),
-        ("a", "a"),
         ("completion * other", "other"),
     ],
 )
@@ -90,7 +84,7 @@ def test_a_parameter_without_a_meaning_is_named(parameters: str, unknown: str) -
         BoundFunction(returned(*parameters.split()), "score")(*SAMPLE)
 
 
-def test_methods_partial_functions_and_builtins_are_called_too() -> None:
+def test_methods_and_partial_functions_are_called_too() -> None:
     class Scorer:
         def score(self, completion: str, answer: str) -> float:
             return float(answer in completion)
@@ -98,5 +92,3 @@ def test_methods_partial_functions_and_builtins_are_called_too() -> None:
     assert BoundFunction(Scorer().score, "score")(*SAMPLE) == 1.0
     partial = functools.partial(returned("completion", "tolerance"), tolerance=2)
     assert BoundFunction(partial, "score")(*SAMPLE) == ["it is 4", 2]
-    with pytest.raises(TypeError, match="not supported between"):
-        BoundFunction(max, "max")(*SAMPLE)  # of C: by place

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from corpus import write_case
+from corpus import assert_problems, write_case
 
-from rlctl.check.findings import Findings, examine
+from rlctl.check.findings import examine
 
 AGENT = """
 import json, os, sys, urllib.request
@@ -24,49 +23,47 @@ url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 request = urllib.request.Request(url, json.dumps(body).encode(), headers)
 print(urllib.request.urlopen(request).read())
 """
-ROW = json.dumps({"prompt": "a long question", "answer": "1"})
+# Name → program, how it behaves, what else its section says.
+AGENTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sound": ("python", "tools", {}),
+    "no program": ("no-such-program", "asks", {}),
+    "ends at once": ("python", "nothing", {}),
+    "no folder": ("python", "asks", {"cwd": "nowhere"}),
+    "no room for a turn": ("python", "asks", {"max_episode_tokens": 36}),
+    "no room for its tools": ("python", "tools", {"max_episode_tokens": 31}),
+    "a reward that raises": ("python", "asks", {"reward": "score.py:score"}),
+}
+PROBLEMS = [
+    ("no program", "agent", "no-such-program cannot be run"),
+    ("ends at once", "agent", "before it asked the model: no configuration"),
+    ("no folder", "agent", "cannot be copied"),
+    ("no room for a turn", "max_episode_tokens", "the agent's first request has"),
+    ("no room for its tools", "max_episode_tokens", "the agent's first request has"),
+]
 
 
-def found(folder: Path, *, program: str = "python", how: str = "asks", agent: Any = None, **sets: Any) -> Findings:
-    command = {"command": [program, "{spec_dir}/agent.py", how, "{prompt}"], **(agent or {})}
-    environment = {"agent": command, "max_episode_tokens": sets.pop("max_episode_tokens", 200)}
-    base = {
+def test_faults_are_said_before_the_start(tmp_path: Path) -> None:
+    """A reward that raises is a warning: the program may have left nothing to grade after an answer that means nothing
+    to it."""
+    environments = []
+    for name, (program, how, most, more) in AGENTS.items():
+        command = {"command": [program, "{spec_dir}/agent.py", how, "{prompt}"], **more}
+        environments.append({"name": name, "agent": command, "max_episode_tokens": most})
+    sets = {
         "model.path": "builtin:tiny-chat",
         "data.train": "rows.jsonl",
         "data.max_prompt_tokens": 30,
         "data.max_response_tokens": 16,
-        "environment": environment,
+        "data.environment_column": "kind",
+        "environment": environments,
     }
-    files = {"agent.py": AGENT, "rows.jsonl": f"{ROW}\n", "score.py": "def score(cwd):\n    return 1 / 0\n"}
-    return examine(write_case({"set": {**base, **sets}, "files": files}, folder), ())
-
-
-def test_its_first_request_is_shown(tmp_path: Path) -> None:
-    findings = found(tmp_path, how="tools")
-    assert not findings.problems
-    (one,) = findings.environments
-    assert (one.mode, one.reply) == ("program", "chat, 1 tools; exit code 0")
-    assert one.prompt_tokens is not None
-    assert one.prompt_tokens > 30
-
-
-@pytest.mark.parametrize(
-    ("options", "key", "message"),
-    [
-        ({"program": "no-such-program"}, "environment.agent", "no-such-program cannot be run"),
-        ({"how": "nothing"}, "environment.agent", "before it asked the model: no configuration"),
-        ({"agent": {"cwd": "nowhere"}}, "environment.agent", "cannot be copied"),
-        ({"max_episode_tokens": 36}, "environment.max_episode_tokens", "the agent's first request has"),
-        ({"max_episode_tokens": 31, "how": "tools"}, "environment.max_episode_tokens", "the agent's first request has"),
-    ],
-)
-def test_faults_are_said_before_the_start(tmp_path: Path, options: Any, key: str, message: str) -> None:
-    problems = [problem for problem in found(tmp_path, **options).problems if problem.key == key]
-    assert any(message in problem.message for problem in problems), problems
-
-
-def test_a_reward_that_raises_is_a_warning(tmp_path: Path) -> None:
-    """The program may have left nothing to grade, after an answer that means nothing to it."""
-    findings = found(tmp_path, agent={"reward": "score.py:score"})
-    assert not findings.problems
-    assert any("ZeroDivisionError" in warning.message for warning in findings.warnings)
+    rows = [json.dumps({"prompt": "a long question", "answer": "1", "kind": name}) for name in AGENTS]
+    files = {"agent.py": AGENT, "rows.jsonl": "\n".join(rows), "score.py": "def score(cwd):\n    return 1 / 0\n"}
+    found = examine(write_case({"set": sets, "files": files}, tmp_path), ())
+    places = {name: f"environment.{number}" for number, name in enumerate(AGENTS)}
+    assert_problems({f"{places[name]}.{key}": words for name, key, words in PROBLEMS}, found.problems)
+    assert_problems({f"{places['a reward that raises']}.agent": "ZeroDivisionError"}, found.warnings)
+    sound = found.environments[0]
+    assert (sound.mode, sound.reply) == ("program", "chat, 1 tools; exit code 0")
+    assert sound.prompt_tokens is not None
+    assert sound.prompt_tokens > 30

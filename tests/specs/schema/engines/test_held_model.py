@@ -10,7 +10,6 @@ from running import warm_torchrun
 from train_helpers import QWEN2, write_model
 
 from rlctl.models.model_tensors import tensors_of_config
-from specs.memory_parts import ADAM_BYTES
 from specs.schema.engines.held_model import HeldTrainer
 from specs.schema.role_section import Optimizer
 
@@ -67,9 +66,3 @@ def test_states_are_what_the_engine_allocates(measured: dict[str, dict[str, int]
     between = sum(part.nbytes for part in parts if "sync" in part.phases)
     if not case.startswith("zero"):  # DeepSpeed keeps its bucket
         assert between == pytest.approx(measured[case]["between"], rel=WITHIN)
-
-
-def test_18_bytes_for_a_parameter_that_learns_in_bf16() -> None:
-    parts = [part for part in CASES["ddp bf16"]["engine"].memory(held("ddp bf16")) if part.exact]
-    elements = held("ddp bf16").tensors.elements
-    assert sum(part.nbytes for part in parts) == pytest.approx(elements * (2 + 4 + 4 + ADAM_BYTES), rel=WITHIN)

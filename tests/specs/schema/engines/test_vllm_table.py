@@ -36,9 +36,7 @@ def test_a_sync_brings_back_what_a_sleep_drops(
     ("rollout", "lora", "key", "words"),
     [
         ({"engine": ADAPTERS}, None, "rollout.engine.lora", "the actor trains no adapters"),
-        ({"engine": {**MERGED, "lora": "merged"}}, None, "rollout.engine.lora", "the actor trains no adapters"),
         ({"engine": ADAPTERS}, {"rank": 513}, "actor.lora.rank", "up to 512"),
-        ({"engine": MERGED}, {"rank": 513}, "", ""),
         ({"engine": ADAPTERS}, {"rank": 512}, "", ""),
         (
             {"engine": ADAPTERS, "devices": [0], "dtype": "fp32"},
@@ -48,6 +46,12 @@ def test_a_sync_brings_back_what_a_sleep_drops(
         ),
         ({"engine": ADAPTERS, "devices": [0], "dtype": "bf16"}, {"rank": 8}, "", ""),
         ({"engine": {**MERGED, "gpu_memory_utilization": 0.9}}, None, "rollout.engine.gpu_memory_utilization", "CPU"),
+        (
+            {"engine": {**MERGED, "gpu_memory_utilization": 0.9, "kv_cache_GiB": 2.0}, "devices": [0]},
+            None,
+            "rollout.engine.gpu_memory_utilization",
+            "kv_cache_GiB says how large",
+        ),
     ],
 )
 def test_keys_without_effect_and_adapters_that_vllm_cannot_apply(
@@ -68,10 +72,8 @@ def test_room_for_a_rank() -> None:
         ({"head_dim": 16}, "vllm", (), "the model's have 16"),
         ({"head_dim": 64}, "vllm", (), ""),
         ({"head_dim": 16}, "vllm", (0,), ""),
-        ({"head_dim": 16}, "torch", (), ""),
         ({"kv_lora_rank": 512}, "vllm", (0,), ""),
         ({"kv_lora_rank": 512}, "vllm", (), "computes latent attention otherwise"),
-        ({"kv_lora_rank": 512}, "torch", (0,), ""),
         ({"num_experts": 8}, "vllm", (), "packs the 8 experts"),
         ({"num_experts": 8}, "vllm", (0,), ""),
     ],
