@@ -103,15 +103,13 @@ class Hub:
     listens while the first is busy. One lock passes the socket between them.
     """
 
-    def __init__(
-        self, *, heartbeat_timeout_s: float = 30.0, driver_silence_s: float | None = None, host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, *, heartbeat_timeout_s: float = 30.0, host: str = "127.0.0.1") -> None:
         import zmq  # here: `rlctl --help` must not pay for it
         from zmq.auth.thread import ThreadAuthenticator
 
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._beat_s = min(_MAX_BEAT_S, heartbeat_timeout_s / 4)
-        silence_s = driver_silence_s or max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
+        silence_s = max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
         self._welcome = Message(Kind.WELCOME, {"beat_s": self._beat_s, "silence_s": silence_s})
         self._expected: set[tuple[str, int]] = set()  # role, rank
         _allow_open_files(_OPEN_FILES)

@@ -60,10 +60,6 @@ class Evidence:
         """Return whether the rank is gone for good, not only this verb."""
         return self.cause in (Cause.ENDED, Cause.SILENT)
 
-    @property
-    def is_secondary(self) -> bool:
-        return self.weight is Severity.SECONDARY
-
 
 class Blame:
     """Collects evidence until the root cause is known, or none better came in time."""
@@ -126,9 +122,9 @@ def from_end(started: Started, code: int) -> Evidence:
     if isinstance(started.process, RemoteProcess) and not started.process.has_reported:
         host, log_name = started.host or "the supervisor here", started.process.node.log_path.name
         message = f"the connection to {host} ended ({describe_exit(code)}): every {role} there has failed"
-        if refused := started.process.node.refused:
-            message = f"{host} cannot take part: {refused}"
-        lost = started.process.node.shell.lost and not refused
+        if (problem := started.process.node.problem) is not None:
+            message = f"{host} cannot take part: {problem.message} ({problem.hint})"
+        lost = started.process.node.shell.lost and problem is None
         return Evidence(role, rank, Cause.ENDED, message, log_name=log_name, host_lost=lost)
     if started.launcher and (reported := root_cause(started.log_path)):
         return _ended(role, *reported, Severity.ROOT)

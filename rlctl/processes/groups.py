@@ -46,10 +46,9 @@ class Groups:
         heartbeat_timeout_s: float = 30.0,
         stall_timeout_s: float = 600.0,
         on_tick: Callable[[], None] | None = None,
-        hub: Hub | None = None,
     ) -> None:
         self.plan = plan
-        self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK)
+        self.hub = Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK)
         self.launcher = Launcher(log_dir, self.hub.environment(), plan.cluster)
         self.membership = Membership(plan, self.hub, self.launcher)
         self.ranks = self.membership.states
@@ -133,13 +132,13 @@ class Groups:
             self._ticked_at = time.monotonic()
             self._on_tick()
 
-    def close(self, *, polite: bool = True, grace_s: float = 10.0) -> None:
+    def close(self, *, polite: bool = True) -> None:
         """End every process. `polite`: where none is gone or overdue, ask with the verb `close` first. A second call
         does nothing."""
         if not self._closed:
             self._closed = True
             polite = polite and not self.failures.overdue and not self.ranks.any_in(RankState.FATAL)
-            self.membership.close(polite=polite, grace_s=grace_s)
+            self.membership.close(polite=polite)
 
     def _wait_for(self, places: Sequence[Place]) -> None:
         started = time.monotonic()

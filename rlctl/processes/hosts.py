@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rlctl import __version__
 from rlctl.preflight.reward_files import scorer_code
 from rlctl.processes.host_check import RemoteHost, check_hosts
 from rlctl.processes.placement import Plan, RolePlan, make_plan
@@ -39,12 +38,12 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path, say: Callable[[str
         questions = _questions(spec, spec_dir, plan)
         with _marked(_written_to(spec, spec_dir, run_dir)) as files:
             ports = [0, *(role.meeting.port for role in plan.roles if role.meeting.port is not None)]
-            now = Questions(**{**questions, "shared": files, "ports": ports})
+            now = replace(questions, shared=files, ports=ports)
             check_hosts([host for host in hosts if host.name not in cluster.pending], cluster, now)
     except BaseException:
         cluster.close()
         raise
-    later = Questions(**{**questions, "folders": [*questions["folders"], str(run_dir.absolute())]})
+    later = replace(questions, folders=[*questions.folders, str(run_dir.absolute())])
     checks = {(host.name, host.python): host.check(later) for host in hosts} if cluster.replaces else {}
     return replace(plan, roles=tuple(_checked(role, checks) for role in plan.roles), cluster=cluster)
 
@@ -90,17 +89,8 @@ def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
 def _questions(spec: Spec, spec_dir: Path, plan: Plan) -> Questions:
     """Return the questions to every host."""
     models = {path for role, path in model_paths(spec, spec_dir).items() if spec.role(role).leaves_host}
-    return Questions(
-        version=__version__,
-        address=plan.address,
-        ports=[],
-        folders=[os.getcwd(), str(spec_dir)],
-        shared=[],
-        models={path: sizes_in(path) for path in sorted(models) if os.path.isdir(path)},
-        files={},
-        host="",
-        gpus=0,
-    )
+    sizes = {path: sizes_in(path) for path in sorted(models) if os.path.isdir(path)}
+    return Questions(plan.address, folders=[os.getcwd(), str(spec_dir)], models=sizes)
 
 
 def _files_of(role: RoleName, spec: Spec, spec_dir: Path) -> dict[str, str]:

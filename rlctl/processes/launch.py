@@ -21,7 +21,7 @@ from rlctl.processes.node_connection import NodeConnection, RemoteProcess
 from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan, package_root
 from rlctl.processes.shells import Cluster, LocalShell, Shell
 from specs.errors import Problem, SpecError
-from workers.watchdog import kill_marked, pids_marked, signal_group
+from workers.watchdog import kill_marked, signal_group
 
 log = logging.getLogger("rlctl.processes.launch")
 
@@ -209,7 +209,7 @@ class Launcher:
             if shell.poll() is None:
                 shell.kill()
         _wait_for_all([*self._processes, *shells], _KILL_TIMEOUT_S)
-        left = kill_marked(self._mark, _KILL_TIMEOUT_S)
+        left = kill_marked(f"RLCTL_RUN_ID={self.run_id}", _KILL_TIMEOUT_S)
         if left:
             log.error("processes that could not be ended: %s", left)
         for connection in self._nodes.values():
@@ -228,14 +228,6 @@ class Launcher:
     @property
     def _processes(self) -> list[subprocess.Popen[bytes] | RemoteProcess]:
         return [started.process for started in self.started]
-
-    def leftover(self) -> list[int]:
-        """Return processes of this run that still exist, found by the mark in their environment (Linux)."""
-        return pids_marked(self._mark)
-
-    @property
-    def _mark(self) -> str:
-        return f"RLCTL_RUN_ID={self.run_id}"
 
     def _environment(self, plan: RolePlan) -> dict[str, str]:
         ours = self._ours(plan)

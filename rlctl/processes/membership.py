@@ -10,6 +10,8 @@ from rlctl.processes.rank_states import RankState, RankStates
 from specs.errors import Cause
 from specs.wire.messages import Kind, Message, Verb
 
+_CLOSE_S = 10.0  # for ranks to end by themselves
+
 
 class Membership:
     """The ranks of a run. `states` says of each whether it takes part, and is the only place that does."""
@@ -81,13 +83,13 @@ class Membership:
         own = member.host if member else ""
         return (plan.host_of(rank) or own) if plan.nodes > 1 or plan.remote else ""
 
-    def close(self, *, polite: bool, grace_s: float) -> None:
+    def close(self, *, polite: bool) -> None:
         """End every process. `polite`: ask with the verb `close` first."""
         if polite:
             for late in [(plan.role, rank) for plan in self.plan.roles for rank in self.states.late(plan.role)]:
                 self.launcher.kill(*late, wait=False)  # it may hear nothing yet
             for role, rank in self.members:
                 self.hub.send(role, rank, Message(Kind.CALL, verb=Verb.CLOSE).frames())
-            self.launcher.wait(grace_s)
+            self.launcher.wait(_CLOSE_S)
         self.launcher.stop()
         self.hub.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlctl.processes.remote_check import MARK
 from rlctl.processes.shells import Shell
+from specs.errors import Problem
 from workers.node import PREFIX
 
 _LOOK_S = 0.02
@@ -24,7 +25,8 @@ class NodeConnection:
         """Have the shell become the supervisor by reading `script`. Its other output goes to the log."""
         self.host, self.shell, self.log_path = host, shell, log_path
         self.ready = False  # the supervisor has answered
-        self.refused = ""  # what a check of the host has found
+        self.checked = False  # what checks the host has answered
+        self.problem: Problem | None = None  # that it has found
         self.codes: dict[str, int] = {}  # key → how it ended, as the supervisor reported it
         self._kept: list[str] = []
         self._unread = b""
@@ -50,14 +52,14 @@ class NodeConnection:
 
     def _handle(self, line: str) -> None:
         if line.startswith(MARK):
-            problem = json.loads(line.removeprefix(MARK))["problem"]
-            self.refused = f"{problem['message']} ({problem['hint']})" if problem else ""
+            found = json.loads(line.removeprefix(MARK))
+            self.checked, self.problem = True, Problem(**found) if found else None
         elif line.startswith(PREFIX):
             message = json.loads(line.removeprefix(PREFIX))
             self.ready = self.ready or "ready" in message
             if "ended" in message:
                 self.codes[message["ended"]] = int(message["code"])
-        else:
+        elif line:
             with self.log_path.open("a", encoding="utf-8") as log_file:
                 log_file.write(line + "\n")
 

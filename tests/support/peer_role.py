@@ -43,7 +43,7 @@ def shm(rank: Rank) -> Mapping[Verb, Handler]:
         return writer.begin([], 1, 1, renew=True), {}
 
     def export_bucket(message: Message, emit: Emit) -> Reply:
-        for number, block_U in enumerate(writer.blocks("weight", NBYTES)):
+        for number, block_U in enumerate(writer.blocks(NBYTES)):
             block_U[:] = number
             _end_after(number, message)
         writer.flush()

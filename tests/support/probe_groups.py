@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.processes.groups import Groups
+from rlctl.processes.launch import Launcher
 from rlctl.processes.placement import Plan, RolePlan, package_root
 from rlctl.processes.shells import Cluster
 from specs.wire.heartbeat import Activity
+from workers.watchdog import pids_marked
 
 SUPPORT = Path(__file__).resolve().parent
 
@@ -56,8 +58,13 @@ def probe_groups(
                 groups.start()
             yield groups
     finally:
-        assert groups.launcher.leftover() == []
+        assert left_of(groups.launcher) == []
         assert all(started.process.poll() is not None for started in groups.launcher.started)
+
+
+def left_of(launcher: Launcher) -> list[int]:
+    """Return processes of a run that still exist."""
+    return pids_marked(f"RLCTL_RUN_ID={launcher.run_id}")
 
 
 def judge_silence_of(groups: Groups, role: str, rank: int, after_s: float = 1.5) -> None:

@@ -46,7 +46,7 @@ class Writer(ABC):
         when processes are killed."""
 
     def rest(self) -> None:
-        """All readers are done: free memory and disk space until the next pass."""
+        """Free memory and disk space until the next pass: all readers are done."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -58,11 +58,11 @@ class BucketWriter(Writer):
 
     @abstractmethod
     def window(self, bucket: int) -> Buffer:
-        """Memory for a bucket, at least as long as it."""
+        """Return memory for a bucket, at least as long as it."""
 
     def send(self, bucket: int, entries: Sequence[Entry]) -> int:
-        """The window is filled: send it to the readers, without waiting for them. Returns the bytes that this puts on
-        the transport."""
+        """Send the filled window to the readers, without waiting for them; return the bytes that this puts on the
+        transport."""
         return filled_bytes(entries)
 
 
@@ -71,13 +71,13 @@ class BlockWriter(Writer):
 
     @abstractmethod
     def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-        """Memory for the `nbytes` of a weight, the next of the stream, block by block. A block goes to the readers when
-        the next one is asked for, or the end, and comes back when all of them are done with it. Raises PeerGone when
-        a reader is gone, PeerLate when one does not go on."""
+        """Yield memory for the `nbytes` of a weight, the next of the stream, block by block. A block goes to readers
+        when the next one is requested, or the end, and comes back when all of them are done with it. Raise PeerGone
+        when a reader is gone, PeerLate when one does not continue."""
 
     @abstractmethod
     def flush(self) -> None:
-        """End of the stream. Returns when every reader is done."""
+        """End the stream; return when every reader is done."""
 
 
 class Reader(ABC):
@@ -85,15 +85,15 @@ class Reader(ABC):
 
     @property
     def holds(self) -> str:
-        """The pass that it holds whole, as the writer named it; empty: none that a later one could build on."""
+        """Return the pass that it holds whole, as the writer named it; empty: none that a later one could build on."""
         return ""
 
     @abstractmethod
     def begin(self, offer: Mapping[str, Any]) -> None:
-        """Raises SyncError when the writer cannot be reached this way."""
+        """Reach the writer. Raise SyncError when this is not the way to it."""
 
     def rest(self) -> None:
-        """The last bucket has been read."""
+        """Note that the last bucket has been read."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -102,20 +102,20 @@ class Reader(ABC):
 class BucketReader(Reader):
     @abstractmethod
     def receive(self, bucket: int, entries: Sequence[Entry]) -> Buffer:
-        """The bucket's bytes, each weight at its offset; valid until the next bucket but one."""
+        """Return the bucket's bytes, each weight at its offset; valid until the next bucket but one."""
 
 
 class BlockReader(Reader):
     @abstractmethod
     def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-        """The next `nbytes` of the stream, cut as the writer cut them. A block is gone when the next one is asked for.
-        Raises what the writer's `blocks` raises."""
+        """Yield the next `nbytes` of the stream, divided as by the writer. A block is gone when the next one is
+        requested. Raise what the writer's `blocks` raises."""
 
     @abstractmethod
     def flush(self) -> None:
-        """End of the stream: this reader is done."""
+        """End the stream: this reader is done."""
 
 
 def filled_bytes(entries: Sequence[Entry]) -> int:
-    """Bytes of a window that a bucket takes."""
+    """Return the bytes of a window that a bucket takes."""
     return max((int(entry["offset"]) + int(entry["nbytes"]) for entry in entries), default=0)

@@ -38,7 +38,7 @@ class _Stream:
         self.block_end = 0  # of the block that the end has come to: a piece from here on is of the next one
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes) of each piece of the next weight; the end has gone on when it asks for the one after."""
+        """Yield first byte and length of each piece of the next weight; one is done with when the next is requested."""
         self._next += -self._next % ALIGNMENT
         end = self._next + nbytes
         while self._next < end:
@@ -193,7 +193,7 @@ def _piece(segment: SharedSegment, first: int, size: int) -> NDArray[np.uint8]:
 
 
 def _listen(readers: int) -> tuple[socket.socket, Path]:
-    """A socket that only this user can connect to, and its name. Raises SyncError."""
+    """Return a socket that only this user can connect to, and its name. Raise SyncError where there is no place."""
     refused = []
     for folder in folders():
         path = folder / f"{_MEETING}{os.getpid()}-{secrets.token_hex(8)}"

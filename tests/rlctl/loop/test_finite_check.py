@@ -53,13 +53,12 @@ def spoiled(value: float, *tokens: int) -> np.ndarray:
         ("advantage_T", "the advantage"),
     ],
 )
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_column_names_its_first_sample(column: str, whose: str, value: float) -> None:
-    with pytest.raises(NotFiniteError) as caught:
-        check_batch(batch_of(**{column: spoiled(value, 7, 11)}), np.zeros(3, np.float32), 5)
-    said = f"step 5: {whose} of sample id 41 is {value} at loss token 1 (so it is in 2 samples)."
-    assert caught.value.message.startswith(said)
-    assert caught.value.hint
+def test_a_column_names_its_first_sample(column: str, whose: str) -> None:
+    for value in (np.nan, np.inf, -np.inf):
+        with pytest.raises(NotFiniteError) as caught:
+            check_batch(batch_of(**{column: spoiled(value, 7, 11)}), np.zeros(3, np.float32), 5)
+        said = f"step 5: {whose} of sample id 41 is {value} at loss token 1 (so it is in 2 samples)."
+        assert caught.value.message.startswith(said)
 
 
 def test_what_is_not_learned_from_may_be_anything() -> None:

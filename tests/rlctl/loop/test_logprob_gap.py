@@ -119,14 +119,10 @@ def rescored(path, *args):
 SMALL_TORCH = ("data.prompts_per_step=4", "algorithm.group_size=4", "algorithm.mini_batches_per_step=1")
 # Next to nothing is learned, so that the gap of samples drawn ahead is the lie alone.
 AHEAD = ("rollout.max_staleness=1", "rollout.max_logprob_gap=0.01", "actor.optimizer.lr=1e-12")
-CASES = {
-    "fake": ("lying-fake", "fake", ()),
-    "fake, running ahead": ("lying-fake", "fake", AHEAD),
-    "torch": ("lying-torch", "quickstart", SMALL_TORCH),
-}
+CASES = [("lying-fake", "fake", AHEAD), ("lying-torch", "quickstart", SMALL_TORCH)]
 
 
-@pytest.mark.parametrize(("kind", "name", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("kind", "name", "options"), CASES, ids=["running ahead", "torch"])
 def test_a_sampler_that_lies_is_stopped_before_its_samples_teach(kind, name, options, site, tmp_path):
     more = ("rollout.engine.nats=4.0", "eval.every=100") if name == "quickstart" else ("rollout.engine.nats=4.0",)
     run, done = run_with(kind, site, tmp_path, *options, *more, name=name)

@@ -31,6 +31,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlctl.processes.failure_watch, "_DUMP_S", BOUND_S)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2, group=True), role_plan("rollout", 2)) as groups:
         actor, rollout = groups["actor"], groups["rollout"]
@@ -51,6 +52,7 @@ def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
         assert replicas[1].body["env"]["RANK"] is None
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_rank_serves_many_calls_at_once_and_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers come as they are ready. A verb that is not concurrent, or a call that is to be alone, waits for what was
     sent before, and holds up what is posted after."""
@@ -83,8 +85,9 @@ def test_a_rank_serves_many_calls_at_once_and_others_alone(tmp_path: Path, monke
         groups.close(polite=False)
 
 
-def test_an_error_names_everything_and_the_rank_serves_on(tmp_path: Path) -> None:
-    """One of ours needs no traceback, which is in the log alone."""
+@pytest.mark.usefixtures("patient", "warm_children")
+def test_an_error_names_everything_and_the_rank_serves_on_until_its_peer_is_gone(tmp_path: Path) -> None:
+    """One of ours needs no traceback, which is in the log alone. What follows from a peer's failure is no cause."""
     with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
         actor = groups["actor"]
         with pytest.raises(RoleFailure) as caught:
@@ -105,20 +108,16 @@ def test_an_error_names_everything_and_the_rank_serves_on(tmp_path: Path) -> Non
             actor.call(Verb.PING, {"unsendable": True})
         assert len(actor.call(Verb.PING)) == 2
 
-
-@pytest.mark.usefixtures("patient")
-def test_a_secondary_failure_is_not_taken_for_the_root_cause(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
-        bodies = [{"do": "lose a peer"}, {"do": "raise"}]
         with pytest.raises(RoleFailure) as caught:
-            groups["actor"].call(Verb.PING, bodies)
+            actor.call(Verb.PING, [{"do": "lose a peer"}, {"do": "raise"}])
         assert (caught.value.rank, caught.value.remote_kind) == (1, "ValueError")
         with pytest.raises(RoleFailure) as caught:
-            groups["actor"].call(Verb.PING, [{"do": "lose a peer"}, {"do": "kill"}])
+            actor.call(Verb.PING, [{"do": "lose a peer"}, {"do": "kill"}])
         assert caught.value.rank == 1
         assert "SIGKILL" in caught.value.cause
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_dead_rank_is_noticed_while_waiting_for_another_role(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
         groups["rollout"].post(Verb.PING, {"do": "exit", "rank": 1}, step=3)
@@ -129,9 +128,19 @@ def test_a_dead_rank_is_noticed_while_waiting_for_another_role(tmp_path: Path) -
         assert time.monotonic() - started < BOUND_S
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
+@pytest.mark.usefixtures("patient", "warm_children")
+def test_a_tick_that_raises_ends_the_wait_alone_and_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
+    pressed: list[bool] = []
+
+    def on_tick() -> None:
+        if pressed.pop() if pressed else False:
+            raise Interrupted("interrupted")
+
+    with probe_groups(tmp_path, role_plan("actor", 1), on_tick=on_tick) as groups:
+        pressed.append(True)
+        with pytest.raises(Interrupted):
+            groups["actor"].call(Verb.PING, {"sleep_s": 1, "name": "long"})
+        assert groups["actor"].call(Verb.PING, {"name": "save"})[0].body["echo"]["name"] == "save"
         parts: list[Message] = []
         call = groups["actor"].post(Verb.PING, {"parts": 1, "then": "hang"}, timeout_s=BOUND_S, on_part=parts.append)
         assert wait_until(lambda: (groups.tick(), parts)[1])
@@ -151,20 +160,6 @@ def test_an_interpreter_that_fails_to_start(tmp_path: Path) -> None:
     absent = replace(plan, command=(str(tmp_path / "python"),))
     with pytest.raises(SpecError, match=r"actor\.python"), probe_groups(tmp_path, absent):
         pass
-
-
-def test_a_tick_that_raises_ends_the_wait_but_not_the_group(tmp_path: Path) -> None:
-    pressed: list[bool] = []
-
-    def on_tick() -> None:
-        if pressed.pop() if pressed else False:
-            raise Interrupted("interrupted")
-
-    with probe_groups(tmp_path, role_plan("actor", 1), on_tick=on_tick) as groups:
-        pressed.append(True)
-        with pytest.raises(Interrupted):
-            groups["actor"].call(Verb.PING, {"sleep_s": 1, "name": "long"})
-        assert groups["actor"].call(Verb.PING, {"name": "save"})[0].body["echo"]["name"] == "save"
 
 
 DRIVER = """

@@ -14,7 +14,6 @@ from local_hosts import LocalHosts
 from probe_groups import probe_groups, role_plan, wait_until
 
 import rlctl.processes.failure_watch
-from rlctl import __version__
 from rlctl.loop.recovery import FailureWarnings, RankRecovery, SteadySync, begin_with_fewer
 from rlctl.loop.residency import Residency
 from rlctl.processes.calls import RanksFailed
@@ -27,6 +26,8 @@ from rlctl.processes.rank_states import RankState, RestartPolicy
 from rlctl.processes.remote_check import Questions
 from specs.errors import Interrupted, RoleFailure
 from specs.wire.messages import Verb
+
+pytestmark = pytest.mark.usefixtures("warm_children")
 
 # In the path of a role's processes: the third replica dials when the gate is open.
 WAIT_AT_THE_GATE = """
@@ -211,11 +212,7 @@ def test_a_host_that_comes_late_is_checked_and_its_rank_joins(tmp_path: Path) ->
     hosts = LocalHosts("node-2", "node-3", pending=pending, replaces=True, **{"node-2": waits, "node-3": waits})
     remote = []
     for number, folder in ((1, tmp_path), (2, model)):
-        questions = Questions(
-            version=__version__, address="", ports=[], folders=[str(folder)], shared=[], models={}, files={},
-            host=hosts.names[number], gpus=0,
-        )  # fmt: skip
-        check = RemoteHost(number, hosts.names[number], sys.executable, "").check(questions)
+        check = RemoteHost(number, hosts.names[number], sys.executable, "").check(Questions("", folders=[str(folder)]))
         remote.append(RemoteNode(hosts.names[number], number, number, plan.command, plan.env, check))
     plan = replace(plan, nodes=3, remote=tuple(remote))
     with probe_groups(tmp_path, plan, cluster=hosts, start=False) as groups:

@@ -23,10 +23,7 @@ from specs.errors import SpecError
 from specs.schema.recipes import RlSpec
 
 FAR = RemoteHost(1, "b", sys.executable, str(package_root()))
-PLAIN = Questions(
-    version=__version__, address="127.0.0.1", ports=[0], folders=[], shared=[], models={}, files={},
-    host="b", gpus=0,
-)  # fmt: skip
+PLAIN = Questions("127.0.0.1", ports=[0], host="b")
 
 
 def check(host: RemoteHost, *shell: str) -> None:
@@ -67,8 +64,7 @@ def test_what_keeps_a_host_from_its_part(
     (tmp_path / "README.md").write_text("no matter")
     assert sizes_in(str(tmp_path)) == {"config.json": 2}
     monkeypatch.setattr(remote_check, "gpu_count", lambda: 4)
-    asked = Questions(**json.loads(json.dumps({**PLAIN, **changes}).replace("{tmp}", str(tmp_path))))
-    found = problem_here(asked)
+    found = problem_here(replace(PLAIN, **json.loads(json.dumps(changes).replace("{tmp}", str(tmp_path)))))
     assert (words.replace("{tmp}", str(tmp_path)) in str(found)) if words else found is None
 
 
@@ -112,8 +108,8 @@ def test_an_allocation_smaller_than_the_spec() -> None:
     with pytest.raises(SpecError, match=r"actor\.nodes = 3: the SLURM job has 2: n\[1-2\]"):
         check_slurm(spec, job)
     check_slurm(spec, {**job, "SLURM_JOB_NUM_NODES": "3"})
-    parts = {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]"}
-    with pytest.raises(SpecError, match=r"the SLURM job has 2: a\[1-2\]"):
-        check_slurm(spec, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "5", **parts})
+    apart = {"rollout": {"first_node": 1, "nodes": 2, "processes": 2}, "cluster": {"kind": "slurm"}}
+    with pytest.raises(SpecError, match=r"rollout\.nodes = 2: the SLURM job has 2: n\[1-2\]"):
+        check_slurm(RlSpec.model_validate(raw_spec(**apart)), job)
     with pytest.raises(SpecError, match="this is not a SLURM job"):
         check_slurm(spec, {})

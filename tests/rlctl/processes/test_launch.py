@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from probe_groups import role_plan, wait_until
+from probe_groups import left_of, role_plan, wait_until
 
 from rlctl.processes import launch
 from rlctl.processes.launch import Launcher, tail
@@ -36,9 +36,9 @@ def test_stop_ends_what_ignores_sigterm_and_its_runaway_child(tmp_path: Path) ->
     launcher = Launcher(tmp_path, {})
     launcher.start(_plan(STUBBORN))
     assert wait_until(lambda: "ready" in tail(launcher.log_path("actor", 0)))
-    assert wait_until(lambda: len(launcher.leftover()) == 2)  # the child left the process group
+    assert wait_until(lambda: len(left_of(launcher)) == 2)  # the child left the process group
     launcher.stop(grace_s=0.2)
-    assert launcher.leftover() == []
+    assert left_of(launcher) == []
     assert launcher.started[0].process.returncode == -signal.SIGKILL
 
 
@@ -49,11 +49,11 @@ def test_one_replica_is_killed_with_its_runaway_child_and_started_again(tmp_path
     try:
         logs = [launcher.log_path("actor", rank) for rank in (0, 1)]
         assert wait_until(lambda: all("ready" in tail(path) for path in logs))
-        assert wait_until(lambda: len(launcher.leftover()) == 4)
+        assert wait_until(lambda: len(left_of(launcher)) == 4)
         neighbour = launcher.started[0].process
         launcher.kill("actor", 1)
         assert [started.ranks for started in launcher.started] == [(0,)]
-        assert len(launcher.leftover()) == 2
+        assert len(left_of(launcher)) == 2
         assert neighbour.poll() is None
         launcher.start_again(plan, 1, remark="once more")
         assert wait_until(lambda: tail(logs[1]).count("ready") == 2)
@@ -61,7 +61,7 @@ def test_one_replica_is_killed_with_its_runaway_child_and_started_again(tmp_path
         assert launcher.started[1].ranks == (1,)
     finally:
         launcher.stop(grace_s=0.2)
-    assert launcher.leftover() == []
+    assert left_of(launcher) == []
 
 
 def test_each_process_has_its_place_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

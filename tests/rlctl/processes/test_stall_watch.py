@@ -142,7 +142,7 @@ def stalled(groups: Groups, call: Call) -> list[Message]:
     return call.result()
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient", "warm_children")
 def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
     failures: list[Evidence] = []
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
@@ -163,7 +163,7 @@ def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_an_actor_that_holds_the_lock_gives_no_sign_of_life_but_its_stacks(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 2, "torchrun", group=True)) as groups:
+    with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
         parts: list[Message] = []
         body = {"parts": 1, "then": "hold the lock", "rank": 1}
         call = groups["actor"].post(Verb.PING, body, step=3, on_part=parts.append)
@@ -178,6 +178,7 @@ def test_an_actor_that_holds_the_lock_gives_no_sign_of_life_but_its_stacks(tmp_p
         assert "in _misbehave" in caught.value.log_tail
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_slow_is_not_stuck(tmp_path: Path) -> None:
     slow, uncounted = tmp_path / "slow", tmp_path / "uncounted"
     with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from probe_groups import probe_groups, role_plan, wait_until
 
 from rlctl.loop.recovery import FailureWarnings, RankRecovery, SteadyGrading, TimeSpent
@@ -32,6 +33,7 @@ def graded_by(folder: Path, rank: int) -> list[int]:
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
     """The third is slow with its first part: the others grade what there is. The second dies at its second part, and is
     back at the next step. When it dies once more there is no restart left, and the run goes on with two."""

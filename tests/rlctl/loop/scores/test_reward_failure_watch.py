@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from running import metrics, preset, warm_rlctl
+from local_run import local_run
+from running import preset
 
 from rlctl.loop.sampling import Scored
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from specs.errors import GradingError
+
+TERM = 'reward.terms=[{kind="function", path="rewards.py:score"}]'
 
 
 def scored(failures, completions=8, first="ValueError: four (rows.jsonl:3)"):
@@ -46,26 +49,22 @@ def test_a_broken_reward_is_told_in_the_run(tmp_path):
     (tmp_path / "rewards.py").write_text(
         "def score(prompt, completion, row):\n    return 1.0 if len(completion) > 4 else oops\n"
     )
-    term = ("--set", 'reward.terms=[{kind="function", path="rewards.py:score"}]')
-    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", tmp_path / "run", *term, "--set", "run.steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = metrics(tmp_path / "run")[0]
+    with local_run(preset("fake", tmp_path), tmp_path / "run", TERM) as run:
+        first = run.steps(1)[0].metrics
     assert 0 < first["reward/failed_exceptions"] < 32
-    assert f"step 1: {first['reward/failed_exceptions']} of 32 completions could not be graded" in done.stdout
+    said = "\n".join(run.said.warnings)
+    assert f"step 1: {first['reward/failed_exceptions']} of 32 completions could not be graded" in said
     assert (first["reward/mean"], first["reward/term_0"]) == (1.0, 1.0)
     assert first["reward/silent_groups"] == 1.0, "what was graded scores the same everywhere"
     assert 0 < first["reward/lone_groups"] <= 8
-    assert f"step 1: groups with fewer than 2 completions that could be graded: {first['reward/lone_groups']}." in (
-        " ".join(done.stdout.split())
-    )
+    assert f"groups with fewer than 2 completions that could be graded: {first['reward/lone_groups']}." in said
     assert "name 'oops' is not defined" in (tmp_path / "run" / "reward_failures.jsonl").read_text()
 
 
 def test_a_reward_that_always_raises_ends_the_run_before_it_learns(tmp_path):
     (tmp_path / "rewards.py").write_text("def score(prompt, completion, row):\n    return row['answr'] in completion\n")
-    term = ("--set", 'reward.terms=[{kind="function", path="rewards.py:score"}]')
-    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", tmp_path / "run", *term)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "step 1: 32 of 32 completions could not be graded (32 exceptions)" in done.stderr
-    assert "KeyError: 'answr' (builtin:sort-digits row " in done.stderr
-    assert [line["step"] for line in metrics(tmp_path / "run")] in ([], [0])
+    with local_run(preset("fake", tmp_path), tmp_path / "run", TERM) as run:
+        with pytest.raises(GradingError, match=r"step 1: 32 of 32 completions could not be graded \(32 exc") as caught:
+            run.steps(1)
+        assert not run.driver.window.is_open
+    assert "KeyError: 'answr' (builtin:sort-digits row " in caught.value.message

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from corpus import base
-from running import preset, warm_rlctl
 
 from rlctl.loop.sampling import Scored, Thrown
 from rlctl.loop.scores.signal_watch import SignalWatch
@@ -83,11 +82,3 @@ def test_what_was_left_out_is_told_once_with_the_metric_that_counts_on() -> None
         "actor/skipped_updates counts on",
         "step 2: 3 tokens left out: the actor's log-prob is not finite. Said once; correction/not_finite counts on",
     ]
-
-
-def test_a_reward_that_cannot_be_right_is_told_within_the_first_step(tmp_path) -> None:
-    """`answer` is a column, and never stands in what this policy writes: the run says so at once."""
-    term = ("--set", 'reward.terms=[{kind="regex", pattern="never written"}]')
-    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", tmp_path / "run", *term, "--set", "run.steps=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 1: all completions score 0: equal scores teach nothing" in done.stdout
