@@ -45,7 +45,7 @@ _KILL_S = 5.0
 @dataclass(frozen=True)
 class TriedEnvironment:
     """Hold what an environment is, and what it did with a row and a scripted turn. `turn_ids`, `suffix_ids`: the turn's
-    tokens, and those that are appended to it; `reused_tokens`: of the next prompt, those that have been computed."""
+    tokens, and those that are appended to it."""
 
     key: str
     name: str  # what it is made from
@@ -59,7 +59,6 @@ class TriedEnvironment:
     reply_error: bool = False
     turn_ids: list[int] = field(default_factory=list)
     suffix_ids: list[int] = field(default_factory=list)
-    reused_tokens: int | None = None
     output: str = ""  # the end of what it printed, where something is wrong
 
 
