@@ -57,7 +57,7 @@ class MegatronTable(TrainedHere):
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
     own_environment: ClassVar[bool] = True
     where_to_get: ClassVar[str] = "rlctl setup-engine megatron makes an environment for it"
-    cuts_sequences: ClassVar[bool | None] = False
+    cuts_sequences: ClassVar[bool] = False
     attention: ClassVar[Attends | None] = "engine"
     angles_kept: ClassVar[int] = 4  # cosines and sines, of queries and of keys
     always_entropy: ClassVar[bool] = True

