@@ -117,8 +117,8 @@ def _rows(
             break
         with suppress(BadRow):
             if keys[name] not in rows:
-                told = {"messages": reader.prompt(row), "values": row.values}
-                rows[keys[name]] = {"where": row.where, **as_json(told)}
+                content = {"messages": reader.prompt(row), "values": row.values}
+                rows[keys[name]] = {"where": row.where, **as_json(content)}
         if len(rows) == len(keys):
             break
     return rows

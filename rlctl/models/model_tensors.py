@@ -21,7 +21,7 @@ from specs.safetensors_header import read_header
 
 @dataclass(frozen=True)
 class _Family:
-    """How a family of Llama-like decoders departs from Llama. A string names the config's key that decides."""
+    """Hold what a family of Llama-like decoders has unlike Llama. A string names the config's key that decides."""
 
     qkv_bias: bool | str = False
     out_bias: bool | str = False

@@ -1,4 +1,4 @@
-"""Whether the shapes of a model fit what the spec asks: parts of a sampler, ranks that share rows, adapters.
+"""Compare the shapes of a model with what the spec asks: parts of a sampler, ranks that share rows, adapters.
 
 FSDP2 and ZeRO shard by rows and elements, so any number of ranks will do; samplers shard by heads, and so does
 attention over a shared row.

@@ -42,7 +42,7 @@ class EnvironmentTrial:
     """Collects what is found of one environment, in `found`."""
 
     def __init__(self, key: str, section: EnvironmentSection, row: Mapping[str, Any] | None, request: Any) -> None:
-        """`request`: all of it, with its `config` parsed."""
+        """Take an environment and its row. `request`: the whole request, with its `config` parsed."""
         self.key, self.section, self.row, self.request = key, section, row, request
         self.source = next(name for name in ("path", "tools", "agent") if getattr(section, name))
         self.config: RewardConfig = request["config"]

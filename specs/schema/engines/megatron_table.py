@@ -79,8 +79,8 @@ class MegatronTable(TrainedHere):
 
     @property
     def order(self) -> str:
-        """How ranks are numbered. Neighbours are the tensor ranks, then the stages of a model; replicas lie furthest
-        apart. Megatron asks for the stages last where replicas hold experts together."""
+        """Return how ranks are numbered. Neighbours are the tensor ranks, then the stages of a model; replicas lie
+        furthest apart. Megatron asks for the stages last where replicas hold experts together."""
         ranks = self.tensor_parallel * self.context_parallel
         return "tp-cp-ep-pp-dp" if self.expert_group == ranks else "tp-cp-ep-dp-pp"
 

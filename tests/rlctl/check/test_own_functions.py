@@ -65,7 +65,6 @@ def file(tmp_path: Path) -> Path:
         ("advantage", "bad.py:nan", "for rollout 0 (score 1)"),
         ("advantage", "bad.py:leaves", "trying it ended the process (status 3)"),
         ("advantage", "bad.py:shrot", "bad.py defines no function shrot"),
-        ("advantage", "gone.py:short", "no such file"),
         ("loss", "bad.py:infinite", "its loss is not finite"),
     ],
 )

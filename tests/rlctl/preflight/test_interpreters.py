@@ -55,7 +55,7 @@ def script(file: Path, text: str) -> Path:
 
 
 def problems(folder: Path, python: Path | str, *overrides: str, nvidia_driver: bool = False) -> list[Problem]:
-    """What is wrong with the quickstart when its rollout runs in `python`."""
+    """Return what is wrong with the quickstart when its rollout runs in `python`."""
     named = [f"rollout.python={python}"] if python else []
     spec = load_spec(preset("quickstart", folder), [*named, *overrides])
     return with_values(spec, interpreter_problems(spec, folder, nvidia_driver=nvidia_driver))
@@ -119,7 +119,7 @@ def test_builds_for_the_wrong_device(tmp_path: Path) -> None:
 
 
 def test_a_role_imports_what_the_list_says_and_no_more() -> None:
-    """What `workers.main` and a rollout bring in before their engine does."""
+    """It lists what `workers.main` and a rollout import before their engine does."""
     code = (
         "import sys; before = set(sys.modules)\n"
         "import workers.main, workers.roles.rollout, backends.fake.fake_rollout, backends.weights.checksum\n"
