@@ -46,6 +46,7 @@ class AssistantTurn:
 class TurnProof:
     """A scripted turn and the reply to it: as tokens, as read, as the template writes them and as the tokens decode."""
 
+    prompt_ids: list[int]
     turn_ids: list[int]
     suffix_ids: list[int]
     parsed: AssistantTurn
@@ -172,7 +173,7 @@ class ChatTurns:
         decoded = self._text([*prompt_ids, *turn_ids, *suffix_ids])
         if decoded != self._text(self._encode([rendered])):
             raise self._fault("writes a turn and the reply to it otherwise than one after another")
-        return TurnProof(turn_ids, suffix_ids, turn, rendered, decoded)
+        return TurnProof(prompt_ids, turn_ids, suffix_ids, turn, rendered, decoded)
 
     # ── the template ──────────────────────────────────────────────────────────────────────────────
 
