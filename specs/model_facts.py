@@ -88,7 +88,6 @@ class ModelFacts:
     experts_per_token: int
     expert_size: int  # rows of the gate of each expert
     latent_attention: bool  # MLA: keys and values are kept compressed
-    max_positions: int  # 0: no limit is given
     sliding_window: int  # 0: none is in effect
     tied_embeddings: bool
     dtype: str  # of the stored weights as the config has it: "bfloat16", "float32", ...; "" where it does not say
@@ -134,7 +133,6 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         experts_per_token=number("num_experts_per_tok", "moe_topk"),
         expert_size=number("moe_intermediate_size", "intermediate_size"),
         latent_attention=number("kv_lora_rank") > 0,
-        max_positions=number("max_position_embeddings", "n_positions"),
         sliding_window=window if merged.get("use_sliding_window", True) else 0,
         tied_embeddings=bool(tied),
         dtype=str(merged.get("dtype") or merged.get("torch_dtype") or ""),

@@ -1,5 +1,5 @@
-"""`rlctl check-config`: what is wrong with a spec, and, of one that can be read, what it means. Creates and changes
-nothing."""
+"""Say what is wrong with a spec, and, of one that can be read, what it means (`rlctl check-config`). Creates and
+changes nothing."""
 
 from __future__ import annotations
 

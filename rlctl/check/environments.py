@@ -9,28 +9,26 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlctl.check.own_functions import offline_environment
+from rlctl.check.own_functions import offline_environment, readable_rows
 from rlctl.models.paths import model_folder
 from rlctl.preflight.interpreters import own_path
 from rlctl.preflight.reward_files import environment_keys
 from rlctl.processes.role_configs import build_bodies
-from specs.errors import DataError, Problem
+from specs.errors import Problem
 from specs.rules.all_rules import with_values
 from specs.schema.environment import EnvironmentSection
 from specs.schema.recipes import RlSpec
 from specs.schema.roles import REWARD
-from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from specs.text import show
 from workers.data.conversations import BadRow
 from workers.data.prompts import RowReader, as_json
-from workers.data.row_source import DataRow, read_rows
 from workers.watchdog import kill_marked
 
 START_TIMEOUT_S = 120.0  # as in a run
@@ -45,7 +43,7 @@ _KILL_S = 5.0
 @dataclass(frozen=True)
 class TriedEnvironment:
     """Hold what an environment is, and what it did with a row and a scripted turn. `turn_ids`, `suffix_ids`: the turn's
-    tokens, and those that are appended to it; `reused_tokens`: of the next prompt, those that have been computed."""
+    tokens, and those that are appended to it."""
 
     key: str
     name: str  # what it is made from
@@ -59,7 +57,6 @@ class TriedEnvironment:
     reply_error: bool = False
     turn_ids: list[int] = field(default_factory=list)
     suffix_ids: list[int] = field(default_factory=list)
-    reused_tokens: int | None = None
     output: str = ""  # the end of what it printed, where something is wrong
 
 
@@ -111,7 +108,7 @@ def _rows(
     reader = RowReader(spec.data, False, chat=True)
     column, keys = spec.data.environment_column, {one.name: key for key, one in sections.items()}
     rows: dict[str, dict[str, Any]] = {}
-    for row in _first_rows(spec, spec_dir):
+    for row in readable_rows(spec, spec_dir, _ROWS):
         name = str(row.values.get(column, "")) if len(keys) > 1 else next(iter(keys))
         if name not in keys:
             message = f"{row.where} has {show(name)} there, which is no environment of the spec"
@@ -120,19 +117,11 @@ def _rows(
             break
         with suppress(BadRow):
             if keys[name] not in rows:
-                told = {"messages": reader.prompt(row), "values": row.values}
-                rows[keys[name]] = {"where": row.where, **as_json(told)}
+                content = {"messages": reader.prompt(row), "values": row.values}
+                rows[keys[name]] = {"where": row.where, **as_json(content)}
         if len(rows) == len(keys):
             break
     return rows
-
-
-def _first_rows(spec: RlSpec, spec_dir: Path) -> Iterator[DataRow]:
-    """Yield the first rows of each source that is on this machine. Nothing is downloaded."""
-    for source in (spec.data.train, *(one.data for one in spec.evaluations if one.data)):
-        if not is_hub_data(source):
-            with suppress(DataError):
-                yield from read_rows(source, split="", base=spec_dir, max_rows=_ROWS)
 
 
 # ── the process ───────────────────────────────────────────────────────────────────────────────────

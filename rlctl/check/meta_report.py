@@ -12,9 +12,8 @@ from rlctl.models.expected import Expected
 from rlctl.models.hardware import has_nvidia_driver
 from specs.errors import NotHere, Problem
 from specs.rules.all_rules import with_values
-from specs.schema.roles import DATA, REF, ROLLOUT, RoleName
+from specs.schema.roles import ROLLOUT, RoleName
 from specs.schema.spec import Spec
-from specs.text import show
 from specs.wire.meta_request import Probed
 
 if TYPE_CHECKING:
@@ -45,21 +44,10 @@ def probe_problems(spec: Spec, probe: ProbeFindings) -> tuple[list[Problem], lis
         for finding in found.findings:
             problem = Problem(finding.key, finding.message, finding.hint, finding.value)
             (errors if finding.refuses else warnings).append(problem)
-    errors += _beyond(probe)
     if ROLLOUT in probe.found and probe.found[ROLLOUT].ends == ():
         message = "no token ends a completion: each has data.max_response_tokens tokens"
         warnings.append(Problem("model.path", message, "put eos_token_id into its generation_config.json"))
     return with_values(spec, errors), with_values(spec, warnings)
-
-
-def _beyond(probe: ProbeFindings) -> Iterator[Problem]:
-    """Yield a tokenizer with a token that the model has no row for. Files do not always say: transformers adds special
-    tokens that a tokenizer lacks."""
-    highest = probe.found[DATA].highest if DATA in probe.found else None
-    models = [found.model for role, found in probe.found.items() if found.model is not None and role != REF]
-    if highest is not None and models and highest.id >= models[0].vocab_size:
-        message = f"{show(highest.text)} is token {highest.id}, and the model's vocabulary has {models[0].vocab_size:,}"
-        yield Problem("model.path", message, "name in tokenizer_config.json only tokens that the tokenizer has")
 
 
 def role_json(asked: Expected, found: Probed) -> dict[str, Any]:

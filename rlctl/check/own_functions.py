@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ def call_functions(
     sampling = sampling_of(spec) if terms else None
     if sampling is None:
         return with_values(spec, errors), warnings, calls
-    row = _first_row(sampling, spec_dir)
+    row = next(readable_rows(sampling, spec_dir, 1), None)
     with ExitStack() as stack:
         importing = {key: stack.enter_context(_pool(sampling, spec_dir, term)) for key, term in terms.items()}
         for key, pool in importing.items():
@@ -145,15 +145,14 @@ def _pool(spec: SamplingSpec, spec_dir: Path, term: Function) -> GraderPool:
     )
 
 
-def _first_row(spec: SamplingSpec, spec_dir: Path) -> DataRow | None:
-    """Return the first row that completions are graded with, of a source that can be read. Nothing is downloaded."""
+def readable_rows(spec: SamplingSpec, spec_dir: Path, most: int) -> Iterator[DataRow]:
+    """Yield the first rows that completions are graded with, up to `most` of each source that can be read. Nothing is
+    downloaded."""
     trained_on, evaluated = [*spec.data_section.named.values()], [one.data for one in spec.evaluations if one.data]
     for source in [*trained_on, *evaluated] if isinstance(spec, RlSpec) else [*evaluated, *trained_on]:
-        with suppress(DataError):
-            row = None if is_hub_data(source) else next(read_rows(source, split="", base=spec_dir, max_rows=1), None)
-            if row is not None and not row.problem:
-                return row
-    return None
+        if not is_hub_data(source):
+            with suppress(DataError):
+                yield from (row for row in read_rows(source, split="", base=spec_dir, max_rows=most) if not row.problem)
 
 
 def _prompt(row: DataRow, section: DataSection | RowsSection) -> str:

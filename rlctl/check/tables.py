@@ -88,7 +88,7 @@ def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator
     yield _arithmetic(spec, meaning)
     yield from map(_call_table, findings.calls)
     for one in findings.environments:
-        yield _environment_table(one, probed=findings.probe is not None)
+        yield _environment_table(one)
     if findings.rows.example:
         yield findings.rows.summary
         yield from _example(findings.rows.example)
@@ -300,7 +300,7 @@ def _call_table(call: RewardCall) -> Table:
     return table
 
 
-def _environment_table(one: TriedEnvironment, *, probed: bool) -> Table:
+def _environment_table(one: TriedEnvironment) -> Table:
     """Show what an environment is, what the model sees of it, and what came of a scripted turn."""
     rows = [("environment", f"{one.name}: {FORMS[one.mode]}" if one.mode else one.name)]
     rows += [("tool", f"{tool['name']}({tool['arguments']})  {tool['about']}") for tool in one.tools]
@@ -316,9 +316,6 @@ def _environment_table(one: TriedEnvironment, *, probed: bool) -> Table:
     if one.turn_ids:
         ends = [" ".join(map(str, ids)) for ids in (one.turn_ids[-SHOWN_IDS:], one.suffix_ids[:SHOWN_IDS])]
         rows.append(("appended", f"{counted(len(one.suffix_ids), 'token')}: … {ends[0]} | {ends[1]} …"))
-    if probed and one.reused_tokens is not None:
-        whole = one.reused_tokens + len(one.suffix_ids)
-        rows.append(("reused", f"{one.reused_tokens} of the {whole} tokens of the next prompt"))
     rows += [("printed", one.output.strip())] if one.output.strip() else []
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in rows:

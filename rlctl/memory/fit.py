@@ -1,4 +1,4 @@
-"""Whether a run fits: what its roles hold together, against the memory of the GPUs and hosts that they share."""
+"""Compare what the roles of a run hold together with the memory of the GPUs and hosts that they share."""
 
 from __future__ import annotations
 

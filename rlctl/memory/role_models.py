@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -13,6 +12,7 @@ from rlctl.models.hub import Unavailable, hub_snapshot, look_up, offline
 from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
 from rlctl.models.paths import BUILTIN_FOLDER, model_folder
 from specs.errors import Problem, SpecError
+from specs.json_file import read_object
 from specs.model_facts import ModelFacts, merged_config, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.held_model import HeldTrainer, Replica
@@ -65,17 +65,10 @@ def _read_model(
     key: str, path: str, folder: Path, by_hand: str
 ) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it holds no table")
-        config = dict(merged_config(config))
-    except FileNotFoundError:
-        what = "no config.json in it" if folder.is_dir() else "no such folder on this machine"
+        config = dict(merged_config(read_object(folder / "config.json")))
+    except ValueError as error:
         hint = f"sizes come from its config.json alone: {by_hand}"
-        raise SpecError([Problem(key, what, hint, show(path))]) from None
-    except (OSError, ValueError) as error:
-        hint = "a model folder has a config.json"
-        raise SpecError([Problem(key, f"config.json cannot be read: {error}", hint, show(path))]) from None
+        raise SpecError([Problem(key, f"config.json {error}", hint, show(path))]) from None
     facts, tensors = model_facts(config), tensors_of_config(config)
     if tensors is None:
         tensors = tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))

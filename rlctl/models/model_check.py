@@ -1,4 +1,4 @@
-"""Whether a model can be used, as far as its config, tokenizer and headers of weights tell. `--probe` builds it."""
+"""Find out from its config, tokenizer and headers of weights whether a model can be used. `--probe` builds it."""
 
 from __future__ import annotations
 

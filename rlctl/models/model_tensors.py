@@ -21,7 +21,7 @@ from specs.safetensors_header import read_header
 
 @dataclass(frozen=True)
 class _Family:
-    """How a family of Llama-like decoders departs from Llama. A string names the config's key that decides."""
+    """Hold what a family of Llama-like decoders has unlike Llama. A string names the config's key that decides."""
 
     qkv_bias: bool | str = False
     out_bias: bool | str = False
@@ -147,15 +147,12 @@ def tensors_on_disk(folder: Path, *, tied: bool) -> ModelTensors | None:
     shapes = {own: shapes[name] for name, own in language_model_names(shapes).items()}
     if tied:
         shapes.pop("lm_head.weight", None)
-    return tensors_of_shapes(shapes, "headers of the weight files") if shapes else None
-
-
-def tensors_of_shapes(shapes: Mapping[str, Shape], source: str) -> ModelTensors:
-    """Return the parameters by names and shapes alone: layers and linear layers are told by name and form."""
-    return ModelTensors(tuple(_stored(name, shape) for name, shape in shapes.items()), source)
+    parameters = tuple(_stored(name, shape) for name, shape in shapes.items())
+    return ModelTensors(parameters, "headers of the weight files") if parameters else None
 
 
 def _stored(name: str, shape: Shape) -> ParameterShape:
+    """Return a parameter of which only name and shape are known: these tell its layer, and whether that is linear."""
     found = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
     layer = int(found[1]) if found else None
     return ParameterShape(name, shape, layer, linear=layer is not None and len(shape) == 2)

@@ -1,4 +1,4 @@
-"""Whether the shapes of a model fit what the spec asks: parts of a sampler, ranks that share rows, adapters.
+"""Compare the shapes of a model with what the spec asks: parts of a sampler, ranks that share rows, adapters.
 
 FSDP2 and ZeRO shard by rows and elements, so any number of ranks will do; samplers shard by heads, and so does
 attention over a shared row.
@@ -48,13 +48,12 @@ def _heads(facts: ModelFacts) -> str:
 
 
 def adapter_problems(role: RoleName, lora: Lora, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield names in `lora.targets` that are no linear layer of the role's model, or are tied to the embedding, and a
-    rank above the width of every layer that gets an adapter; where the model's layers are known."""
+    """Yield names in `lora.targets` that are no linear layer of the role's model, or are tied to the embedding; where
+    the model's layers are known."""
     known, facts = tensors_of_config(config), model_facts(config)
     if known is None or facts is None:
         return
-    key, chosen = f"{role}.lora.targets", set[str]()
-    layers = {parameter.name.removesuffix(".weight"): min(parameter.shape) for parameter in known.adaptable}
+    key, layers = f"{role}.lora.targets", [parameter.name.removesuffix(".weight") for parameter in known.adaptable]
     names = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     has_logits = ROLES[role].head == "lm"
     for name in lora.targets:
@@ -62,13 +61,6 @@ def adapter_problems(role: RoleName, lora: Lora, config: Mapping[str, Any]) -> I
             if facts.tied_embeddings:
                 message = "lm_head is tied to the embedding, which would get the adapter too"
                 yield Problem(key, message, "leave lm_head out")
-            continue
-        found = {layer for layer in layers if name == "all-linear" or f".{layer}".endswith(f".{name}")}
-        if not found:
+        elif name != "all-linear" and not any(f".{layer}".endswith(f".{name}") for layer in layers):
             hint = f"it has {names}" + ("; experts get no adapters" if facts.experts else "")
             yield Problem(key, f"the model has no linear layer {name!r}", hint)
-        chosen |= found
-    widest = max((layers[layer] for layer in chosen), default=lora.rank)
-    if lora.rank > widest:
-        message = f"above the width of every layer that gets an adapter: the widest has {widest}"
-        yield Problem(f"{role}.lora.rank", message, f"use at most {widest}")

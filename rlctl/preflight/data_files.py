@@ -1,4 +1,4 @@
-"""Whether the data that a spec names exists, parses and fits: its first rows become prompts as in a run."""
+"""Check that the data that a spec names exists, parses and fits: its first rows become prompts as in a run."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile
 
 
 def _config(spec: Spec, spec_dir: Path) -> DataConfig:
-    """Return what the data role would be told. No code of a tokenizer is run here."""
+    """Return the data role's config. No code of a tokenizer is run here."""
     return DataConfig.of(spec, spec.model.path, spec_dir).model_copy(update={"trust_remote_code": False})
 
 

@@ -130,10 +130,6 @@ def _shapes(role: RoleName, section: RoleSection, config: Mapping[str, Any]) -> 
             message = f"{engine.kind} builds models of its own, and this folder's language model is one among others"
             hint = 'write "torch"' if role == ROLLOUT else 'write "ddp", "fsdp2" or "zero"'
             yield Problem(f"{role}.engine.kind", message, hint, show(engine.kind))
-        count: int = getattr(section, "gradient_checkpointing", True)
-        if count is not True and count > facts.layers > 0:
-            hint = f"use at most {facts.layers}, or true for all of them"
-            yield Problem(f"{role}.gradient_checkpointing", f"the model has {facts.layers} layers", hint)
     if (degree := sequence_parallel_of(section)) > 1:
         yield from sequence_problems(f"{role}.sequence_parallel", degree, config)
 

@@ -165,9 +165,7 @@ def _missing(role: RoleName, section: RoleSection, path: str) -> Problem | None:
         hint = f'set {role}.launcher = "torchrun", for torchrun starts every engine too, or {get}'
         return Problem(f"{role}.launcher", f"{names} is not installed{f' in {path}' if path else ''}", hint)
     if path:
-        others = (table for table in (*TRAIN_TABLES, *ROLLOUT_TABLES) if table is not type(engine))
-        its_own = {*of_engine} - {name for table in others for name in table.packages or ()}
-        hint = _set_up(kind) if kind and (path == _made_by_setup(kind) or its_own & {*missing}) else install
+        hint = _set_up(kind) if kind else install
         return Problem(f"{role}.python", f"lacks the package{'s' if len(missing) > 1 else ''} {names}", hint)
     hint = f"{_set_up(kind)}; then write {role}.python = {show(_made_by_setup(kind))}" if kind else ""
     message = f"{names} {'is' if len(missing) == 1 else 'are'} not installed where rlctl runs"

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 from rlctl.models.paths import not_found
 from specs.errors import Problem
-from specs.load.keys import closest
 from specs.schema.environment import EnvironmentSection
 from specs.schema.recipes import SamplingSpec, sampling_of
 from specs.schema.rewards import Function
@@ -44,11 +42,11 @@ def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     loss."""
     problems = []
     for key, path in {**scorer_code(spec), **spec.own_functions}.items():
-        place, _, name = path.rpartition(":")
+        place = path.rpartition(":")[0]
         file = spec_dir / Path(place).expanduser()
         if not file.exists():
             problems.append(not_found(key, "file", file, place))
-        elif found := _unusable_file(file) or _wrong_code(file, name):
+        elif found := _unusable_file(file):
             problems.append(Problem(key, *found))
     return problems
 
@@ -61,19 +59,3 @@ def _unusable_file(file: Path) -> tuple[str, str] | None:
         if name in OUR_PACKAGES:
             return f"imports {name}, and gets rlctl's own package of that name, not {source}", f"rename {source.name}"
     return None
-
-
-def _wrong_code(file: Path, name: str) -> tuple[str, str] | None:
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
-    except SyntaxError as error:
-        return f"{file.name}:{error.lineno}: {error.msg}", "repair the file"
-    except (OSError, ValueError) as error:
-        return f"cannot be read: {error}", "make it a readable Python file"
-    # Functions and classes have a name, variables an id, imports another name where `as` gives them one.
-    bound = [getattr(node, "asname", None) or getattr(node, "name", getattr(node, "id", None)) for node in nodes]
-    names = [one for one in bound if isinstance(one, str)]
-    if name in names:
-        return None
-    near = closest(name, names)
-    return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"define {name} in it"

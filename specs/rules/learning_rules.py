@@ -106,15 +106,11 @@ def _degree(role: RoleName, section: ModelRole) -> Iterator[Problem]:
     key = f"{role}.sequence_parallel"
     if degree == 1:
         return
-    if isinstance(engine, TrainTable) and engine.cuts_sequences is False:
+    if isinstance(engine, TrainTable) and not engine.cuts_sequences:
         hint = "remove the key: each rank has its own"
         if _OTHERWISE in type(engine).model_fields:
             hint = f"remove the key; {role}.engine.{_OTHERWISE} = {degree} shards every row across so many ranks"
         yield Problem(key, f"the ranks of the engine {engine.kind} cannot share samples", hint)
-    elif isinstance(engine, TrainTable) and engine.cuts_sequences is None:
-        message = f"not known: the engine {engine.kind} does not say whether its ranks can share samples"
-        hint = f"remove the key, or take a version of {engine.kind} whose table sets cuts_sequences = True"
-        yield Problem(key, message, hint)
     elif section.processes % degree:
         message = f"{section.processes} processes of {role} cannot be shared out to groups of {degree}"
         fitting = f"{listed(divisors(section.processes))} would fit"

@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"\$(?:([A-Z_][A-Z0-9_]*)\b|\{(\w+)\})")
 
 
 def usable_path(path: str) -> str:
-    """`path`, if the file system can be asked about it. Raises PydanticCustomError."""
+    """Return `path`, if the file system can be asked about it. Raises PydanticCustomError."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         user = path.partition("/")[0]
         raise unusable(f"this machine has no user {user[1:]!r}", f"write the path without {user}")
@@ -38,7 +38,7 @@ def usable_path(path: str) -> str:
 
 
 def unusable(why: str, hint: str) -> PydanticCustomError:
-    """A finding whose words and hint `specs/load/explain.py` takes over."""
+    """Return a finding whose words and hint `specs/load/explain.py` takes over."""
     return PydanticCustomError("unusable", "{why}", {"why": why, "hint": hint})
 
 

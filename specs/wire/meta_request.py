@@ -23,13 +23,6 @@ class ProbeRequest(Table):
     roles: dict[str, RoleRequest]
 
 
-class Token(Table):
-    """A token of the tokenizer."""
-
-    id: int
-    text: str
-
-
 class Probed(Table):
     """Findings about one role. `model` is None for a role that holds none, and where an engine cannot say."""
 
@@ -37,7 +30,6 @@ class Probed(Table):
     model: ModelBuilt | None = None
     not_seen: tuple[str, ...] = ()  # fields of `model` that only a real start can show
     tokens: int | None = None  # of the tokenizer, for a role that holds one instead of a model
-    highest: Token | None = None  # of that tokenizer
     ends: tuple[int, ...] | None = None  # tokens that end a completion, of a role that samples
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0

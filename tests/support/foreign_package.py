@@ -42,11 +42,6 @@ class ToyTable(TrainTable):
             yield Problem("ref.engine.lean", "has no effect: nothing learns", "remove the key", "true")
 
 
-class NeedyTable(ToyTable):
-    kind: Literal["needy"] = "needy"
-    packages: ClassVar = ("numpy", "toy-kernels")
-
-
 class ShoutTable(FakeTrainTable):
     """The fake engine, told what to write into its log."""
 
@@ -81,8 +76,6 @@ train.shout = shout_engine.engine:ShoutEngine
 table.train.shout = shout_engine.table:ShoutTable
 train.toy = shout_engine.engine:ToyEngine
 table.train.toy = shout_engine.table:ToyTable
-train.needy = shout_engine.engine:ToyEngine
-table.train.needy = shout_engine.table:NeedyTable
 train.plain = shout_engine.engine:PlainEngine
 train.broken = shout_engine.engine:PlainEngine
 table.train.broken = shout_engine.nowhere:Table

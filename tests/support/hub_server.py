@@ -25,18 +25,11 @@ CONFIG: dict[str, Any] = json.loads(TINY["config.json"])
 GOOD = {**TINY, "model.safetensors": b"weights"}
 
 
-def changed(**changes: Any) -> dict[str, bytes]:
-    return {**GOOD, "config.json": json.dumps({**CONFIG, **changes}).encode()}
-
-
 MODELS: dict[str, dict[str, bytes]] = {
     "org/good": GOOD,
     "org/gated": GOOD,
     "org/cut": {**GOOD, "config.json": TINY["config.json"][:-40]},
-    "org/pickle": {**TINY, "pytorch_model.bin": b""},
-    "org/bare": {name: content for name, content in GOOD.items() if "token" not in name},
     "org/empty": {"README.md": b""},
-    "org/other-tokens": {**GOOD, "tokenizer.json": TINY["tokenizer.json"].replace(b'"7"', b'"x"')},
 }
 
 

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TextIO
 
-from backends.hf.tokenizer import TextCodec, load_codec
+from backends.hf.tokenizer import load_codec
 from backends.protocol import Rank
 from backends.registry import rollout_engine, train_engine
 from backends.rollout.stop_tokens import named_end_tokens, single_token
@@ -22,7 +22,7 @@ from specs.errors import ModelError, RlctlError
 from specs.schema.roles import ROLES
 from specs.text import show
 from specs.wire.finding import Finding
-from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest, Token
+from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest
 from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RolloutConfig, TextConfig, TrainConfig
 from workers.chat.chat_renderer import renderer_of
 from workers.data.first_prompts import first_findings
@@ -83,17 +83,11 @@ def _on_meta(role: str, asked: RoleRequest) -> Probed:
 def _texts(role: str, config: TextConfig) -> Probed:
     """Look at a role that reads text: its tokenizer, and what it makes of the first rows."""
     codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
-    about = Probed(role=role, tokens=len(codec.tokenizer), highest=_highest_token(codec))
+    about = Probed(role=role, tokens=len(codec.tokenizer))
     if isinstance(config, DataConfig) and config.data is not None:
         with renderer_of(codec) if uses_chat(config.data, codec) else nullcontext() as chats:
             return about.model_copy(update={"findings": tuple(first_findings(config, codec, chats))})
     return about
-
-
-def _highest_token(codec: TextCodec) -> Token:
-    vocabulary = codec.tokenizer.get_vocab()
-    text = max(vocabulary, key=vocabulary.__getitem__)
-    return Token(id=vocabulary[text], text=text)
 
 
 def _ends(role: str, config: RolloutConfig) -> Probed:

@@ -42,7 +42,7 @@ class EnvironmentTrial:
     """Collects what is found of one environment, in `found`."""
 
     def __init__(self, key: str, section: EnvironmentSection, row: Mapping[str, Any] | None, request: Any) -> None:
-        """`request`: all of it, with its `config` parsed."""
+        """Take an environment and its row. `request`: the whole request, with its `config` parsed."""
         self.key, self.section, self.row, self.request = key, section, row, request
         self.source = next(name for name in ("path", "tools", "agent") if getattr(section, name))
         self.config: RewardConfig = request["config"]
@@ -160,7 +160,6 @@ class EnvironmentTrial:
             "turn": proof.parsed.text.strip(),
             "turn_ids": proof.turn_ids,
             "suffix_ids": proof.suffix_ids,
-            "reused_tokens": len(proof.prompt_ids) + len(proof.turn_ids),
         }
 
     def _problem(self, key: str, message: str, hint: str, *, refuses: bool = True) -> None:
@@ -174,18 +173,9 @@ def _described(function: Mapping[str, Any]) -> dict[str, str]:
     """Return a tool's arguments, those with a ? may be left out, and the first line of what it says of itself."""
     parameters = function["parameters"]
     required = parameters.get("required", ())
-    arguments = (
-        f"{name}{'' if name in required else '?'}: {_type_text(schema)}"
-        for name, schema in parameters.get("properties", {}).items()
-    )
+    arguments = (f"{name}{'' if name in required else '?'}" for name in parameters.get("properties", {}))
     about = function.get("description", "").strip().partition("\n")[0]
     return {"arguments": ", ".join(arguments), "about": about}
-
-
-def _type_text(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
-        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    return " | ".join(_types(schema)) or "any"
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:

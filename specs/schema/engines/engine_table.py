@@ -108,9 +108,9 @@ class TrainTable(EngineTable):
     """Name of the format of its checkpoints: engines of one format read each other's. None: only its own are read."""
     checkpoint_bytes: ClassVar[int | None] = None
     """Bytes of a checkpoint per trained parameter."""
-    cuts_sequences: ClassVar[bool | None] = None
-    """Whether ranks can share samples and compute a part of each row (`sequence_parallel` of the role). Where it is not
-    known the key is refused: an engine that does not look at it would train on other samples without a word."""
+    cuts_sequences: ClassVar[bool] = False
+    """Whether ranks can share samples and compute a part of each row (`sequence_parallel` of the role). Else the key is
+    refused: an engine that does not look at it would train on other samples without a word."""
     resumes_reshaped: ClassVar[bool | None] = None
     """Whether a resume may change its keys, the number of its processes and their nodes."""
 

@@ -49,7 +49,6 @@ class FakeTrainTable(FakeTable, TrainTable):
     engine_class: ClassVar[str | None] = "backends.fake.fake_train:FakeTrainEngine"
     checkpoint_format: ClassVar[str | None] = "bigram"
     checkpoint_bytes: ClassVar[int | None] = 0  # next to nothing
-    cuts_sequences: ClassVar[bool | None] = False
     resumes_reshaped: ClassVar[bool | None] = True
 
     def memory(self, held: HeldTrainer) -> Iterable[Part]:

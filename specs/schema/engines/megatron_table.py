@@ -57,7 +57,7 @@ class MegatronTable(TrainedHere):
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
     own_environment: ClassVar[bool] = True
     where_to_get: ClassVar[str] = "rlctl setup-engine megatron makes an environment for it"
-    cuts_sequences: ClassVar[bool | None] = False
+    cuts_sequences: ClassVar[bool] = False
     attention: ClassVar[Attends | None] = "engine"
     angles_kept: ClassVar[int] = 4  # cosines and sines, of queries and of keys
     always_entropy: ClassVar[bool] = True
@@ -79,8 +79,8 @@ class MegatronTable(TrainedHere):
 
     @property
     def order(self) -> str:
-        """How ranks are numbered. Neighbours are the tensor ranks, then the stages of a model; replicas lie furthest
-        apart. Megatron asks for the stages last where replicas hold experts together."""
+        """Return how ranks are numbered. Neighbours are the tensor ranks, then the stages of a model; replicas lie
+        furthest apart. Megatron asks for the stages last where replicas hold experts together."""
         ranks = self.tensor_parallel * self.context_parallel
         return "tp-cp-ep-pp-dp" if self.expert_group == ranks else "tp-cp-ep-dp-pp"
 

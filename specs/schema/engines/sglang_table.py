@@ -81,6 +81,6 @@ class SglangTable(RolloutTable):
                 yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", value)
 
     def memory(self, replica: Replica) -> Iterator[Part]:
-        """Count the share that it was told to take, and what it needs beside."""
+        """Count the share that it is given, and what it needs beside."""
         yield from share_of_gpu(replica, int(self.memory_fraction * replica.gpu_GiB * GIB), kept=self.weights_backup)
         yield Part("activations, graphs", int(_BEYOND_FRACTION_GIB * GIB), replica.awake)

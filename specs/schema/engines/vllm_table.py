@@ -122,7 +122,7 @@ class VllmTable(RolloutTable):
             yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
 
     def memory(self, replica: Replica) -> Iterator[Part]:
-        """Count what it was told to take. Where a sync brings adapters alone, weights sleep in host memory."""
+        """Count what it is given. Where a sync brings adapters alone, weights sleep in host memory."""
         kept = replica.lora is not None
         room = _adapter_bytes(replica)
         if replica.gpu_GiB and self.kv_cache_GiB is None:

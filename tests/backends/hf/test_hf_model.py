@@ -75,7 +75,7 @@ def test_dropout_is_off(tmp_path: Path) -> None:
 
 
 def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
-    """As transformers does with flash_attention_2 where only the package `kernels` is there, in any layer."""
+    """Transformers swaps flash_attention_2 where only the package `kernels` is there, in any layer."""
     config = model_config(write_model(tmp_path, QWEN2))
     model = build_model(config, load_weights=True)
     decision = choose(config, model.config)

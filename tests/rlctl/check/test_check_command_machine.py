@@ -1,4 +1,4 @@
-"""What `check-config` finds beyond the spec: references, the run directory, disk, ports; that it changes nothing."""
+"""What `check-config` finds beyond the spec: references, the run directory, disk; that it changes nothing."""
 
 from __future__ import annotations
 

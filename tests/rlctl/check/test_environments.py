@@ -51,8 +51,8 @@ def tried(found: Findings) -> TriedEnvironment:
     return one
 
 
-def shown(one: TriedEnvironment, *, probed: bool) -> list[str]:
-    return [str(cell) for column in _environment_table(one, probed=probed).columns for cell in column.cells]
+def shown(one: TriedEnvironment) -> list[str]:
+    return [str(cell) for column in _environment_table(one).columns for cell in column.cells]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_scripted_call_goes_through_template_parser_tool_and_suffix(
     (found,) = json.loads(capsys.readouterr().out)["environments"]
     one, codec = found["tried"], load_codec(str(BUILTIN_FOLDER / "tiny-chat"))
     assert (found["max_turns"], one["mode"], one["row"]) == (8, "tools", f"{tmp_path}/rows.jsonl:1")
-    assert one["tools"] == [{"name": "buy", "arguments": "coins: integer, item?: string", "about": "Buy an item."}]
+    assert one["tools"] == [{"name": "buy", "arguments": "coins, item?", "about": "Buy an item."}]
     prompt = "<|im_start|>s\nbuy(coins, item)\n<|im_end|>\n<|im_start|>u\nShop for 7<|im_end|>\n<|im_start|>a\n"
     turn = '<tool_call>\n{"name": "buy", "arguments": {"coins": 1}}\n</tool_call>'
     suffix = "\n<|im_start|>t\n6 left<|im_end|>\n<|im_start|>a\n"
@@ -76,25 +76,23 @@ def test_a_scripted_call_goes_through_template_parser_tool_and_suffix(
     tokens = codec.encode([prompt, turn + "<|im_end|>", suffix], rendered=True)
     assert [one["turn_ids"], one["suffix_ids"]] == tokens[1:]
     assert one["prompt_tokens"] == len(tokens[0])
-    assert one["reused_tokens"] == len(tokens[0]) + len(tokens[1])
     tools, _ = prompt.split("<|im_start|>u")
     assert one["tools_tokens"] == len(codec.encode([tools], rendered=True)[0])
 
 
-def test_the_tables_show_it_and_the_probe_says_what_can_be_reused() -> None:
-    tools = [{"name": "buy", "arguments": "coins: integer", "about": "Buy."}]
+def test_the_tables_show_it() -> None:
+    tools = [{"name": "buy", "arguments": "coins", "about": "Buy."}]
     ids = {"turn_ids": [*range(9)], "suffix_ids": [*range(20, 23)]}
-    counts: dict[str, Any] = {"prompt_tokens": 40, "tools_tokens": 9, "reused_tokens": 49, **ids}
+    counts: dict[str, Any] = {"prompt_tokens": 40, "tools_tokens": 9, **ids}
     texts: dict[str, Any] = {"turn": "<call>", "reply": "KeyError: 1", "reply_error": True}
     one = TriedEnvironment("environment", "shop.py:Shop", "tools", tools, "/a/rows.jsonl:3", **counts, **texts)
-    cells = shown(one, probed=True)
+    cells = shown(one)
     for text in (
-        *("shop.py:Shop: tools", "buy(coins: integer)  Buy.", "rows.jsonl:3", "40 tokens, 9 of them for the tools"),
+        *("shop.py:Shop: tools", "buy(coins)  Buy.", "rows.jsonl:3", "40 tokens, 9 of them for the tools"),
         *('"<call>"', '"KeyError: 1" (an error; the arguments are invented)'),
-        *("3 tokens: … 3 4 5 6 7 8 | 20 21 22 …", "49 of the 52 tokens of the next prompt"),
+        "3 tokens: … 3 4 5 6 7 8 | 20 21 22 …",
     ):
         assert text in cells
-    assert "reused" not in shown(one, probed=False)
 
 
 def test_it_runs_as_in_a_run_and_leaves_nothing(
@@ -143,7 +141,7 @@ def test_code_that_hangs_or_ends_the_process_is_given_up(tmp_path: Path, monkeyp
     assert_problems({"environment.2.path": "raise environment.2.call_timeout_s"}, found.warnings)
     _, call, _, end = found.environments
     assert (call.reply, call.reply_error) == ("no answer within 1 s", True)
-    assert "last words" in shown(end, probed=False)
+    assert "last words" in shown(end)
 
 
 def test_without_a_row_or_a_model_it_is_tried_as_far_as_that_goes(

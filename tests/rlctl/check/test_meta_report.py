@@ -23,7 +23,7 @@ CASES = {name: case for name, case in cases() if any(kind in case for kind in PR
 def test_a_probe_gives_its_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case: Case = CASES[name]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     spec = load_spec(write_case(case, tmp_path), case.get("override", []))
     asked = requests_of(spec, tmp_path)
     replies = {role: reply(role, asked[role]) for role in (DATA, REWARD, ROLLOUT)}

@@ -22,7 +22,7 @@ SHAPE = {
 
 
 def asked(spec):
-    """What the spec and a `config.json` would say of the models of `good`."""
+    """Return what the spec and a `config.json` would say of the models of `good`."""
     learns = {"actor": 10, "ref": 0, "rollout": 0}
     return {
         role: {**SHAPE, "mesh": built_mesh(spec.role(role)), "trainable_parameters": count}
@@ -147,7 +147,7 @@ def test_resume_with_other_starting_weights_is_refused(spec, tmp_path: Path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_critic_is_expected_without_a_language_model_head(tmp_path, tied):
-    """Of the actor's own config: nothing is tied, and in the place of logits is one number for each token."""
+    """It has the actor's config, ties nothing, and gives one number for each token in place of logits."""
     config = tmp_path / "model" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps({**QWEN2, "tie_word_embeddings": tied}))

@@ -69,8 +69,6 @@ def test_a_model_on_the_hub_is_read_once(the_hub: Hub, tmp_path: Path) -> None:
         ("org/gated", "the model is gated", "/org/gated, and set HF_TOKEN"),
         ("org/empty", "has no config.json", "a transformers model"),
         ("org/cut", "config.json is cut short or not JSON", "again"),
-        ("org/pickle", "never read", "save_pretrained"),
-        ("org/bare", "no tokenizer with the model", "was trained with"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_it(the_hub: Hub, tmp_path: Path, model: str, words: str, hint: str) -> None:

@@ -32,14 +32,6 @@ def chat_model(folder: Path, template: str) -> None:
     (folder / "model" / "chat_template.jinja").write_text(template)
 
 
-def test_evaluation_data_is_looked_at_too(tmp_path: Path) -> None:
-    rows(tmp_path, "12>")
-    rows(tmp_path, "sort it", name="held.jsonl")
-    ((error,), warnings) = found(tmp_path, "eval.every=1", "eval.data=held.jsonl", "eval.prompts=1")
-    assert (error.key, error.value, warnings) == ("eval.data", '"held.jsonl"', [])
-    assert "the prompt has no tokens: the tokenizer drops all of its characters" in error.message
-
-
 def test_a_prompt_that_fits_may_come_late(tmp_path: Path) -> None:
     long, limit = "1" * 20, "data.max_prompt_tokens=8"
     rows(tmp_path, *[long] * 200, "1>")

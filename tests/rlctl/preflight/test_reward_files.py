@@ -40,9 +40,6 @@ def test_code_of_environments_is_known_by_its_keys(spec_file: Path) -> None:
     }
     (problem,) = function_problems(spec, spec_file.parent)
     assert (problem.key, "no such file" in problem.message) == ("environment.2.agent", True)
-    one = load_spec(spec_file, ('environment={path="e.py:Shopp"}', 'data.environment_column=""'))
-    (problem,) = function_problems(one, spec_file.parent)
-    assert (problem.key, problem.hint) == ("environment.path", "did you mean `Shop`?")
 
 
 def test_it_is_recorded_with_the_run_and_must_be_the_same_on_every_host(spec_file: Path) -> None:

@@ -56,7 +56,7 @@ def algorithm_of(file: dict[str, Any], *overrides: str) -> tuple[Any, list[str]]
 
 @pytest.mark.parametrize("kind", [kind_of(table) for table in ALGORITHMS])
 def test_the_name_of_every_algorithm_alone_is_a_valid_change_of_the_quickstart(kind: str) -> None:
-    """One with a teacher is told that it should have one."""
+    """One with a teacher warns that it should have one."""
     parsed = parse(read_toml(QUICKSTART), [f"algorithm.kind={kind}"])
     assert parsed.problems == []
     assert parsed.spec is not None

@@ -24,7 +24,7 @@ from specs.schema.spec import ActorSection
 
 
 def problems(engine: dict[str, Any], **actor_keys: Any) -> list[Problem]:
-    """What checking says of an actor with that fsdp2 table."""
+    """Return what checking says of an actor with that fsdp2 table."""
     section = {"launcher": "torchrun", "engine": {"kind": "fsdp2", **engine}, **actor_keys}
     return problems_of(raw_spec(actor=section))
 

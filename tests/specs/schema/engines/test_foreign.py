@@ -121,7 +121,7 @@ def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> Non
             "plain",
             ["actor.processes=2", "actor.launcher=torchrun", "actor.sequence_parallel=2"],
             "actor.sequence_parallel",
-            "the engine plain does not say whether its ranks can share samples",
+            "the ranks of the engine plain cannot share samples",
         ),
         ("broken", [], "actor.engine", "'shout_engine.nowhere:Table' of the package shout-engine cannot be imported"),
         ("stranger", [], "actor.engine", "of the package shout-engine has no `kind: Literal['stranger']`"),
@@ -130,7 +130,7 @@ def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> Non
 def test_what_is_wrong_with_it_is_named(
     site: str, tmp_path: Path, kind: str, changes: list[str], key: str, words: str
 ) -> None:
-    """By its own model, by its rules, by what it leaves open, and a broken package."""
+    """Its own model, its rules, what it leaves open, or a broken package say so."""
     spec = preset("quickstart" if kind == "plain" else "fake", tmp_path)
     code, found = check(site, spec, f"actor.engine.kind={kind}", *changes)
     (problem,) = found["problems"]  # type: ignore[misc]

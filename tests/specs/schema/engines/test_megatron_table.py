@@ -83,7 +83,7 @@ def test_what_other_engines_do_is_refused() -> None:
 
 
 def test_transformer_engines_layers_are_refused_where_they_cannot_be() -> None:
-    """On the CPU, and in fp32. Their dtype is the role's."""
+    """They compute neither on the CPU nor in fp32; their dtype is the role's."""
     engine = MegatronTable(megatron={"transformer_impl": "transformer_engine"})
     key = "actor.engine.megatron.transformer_impl"
 
@@ -98,7 +98,7 @@ def test_transformer_engines_layers_are_refused_where_they_cannot_be() -> None:
 
 
 def test_whose_layers_is_told_where_it_is_decided() -> None:
-    """In bf16 on a GPU, whoever builds them sees what is there."""
+    """Whoever builds them in bf16 on a GPU sees what is there."""
     cases = {("fp32", "cuda"): "local", ("bf16", "cpu"): "local", ("bf16", "cuda"): None}
     for (dtype, device), expected in cases.items():
         told = MegatronTable().library_config(dtype, None, device)["megatron"]  # type: ignore[arg-type]
