@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import _gpu_parts  # noqa: E402
+import prove_gpu  # noqa: E402
 from _gpu_parts import PARTS, toy_size  # noqa: E402
-
-
-def prove(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [ROOT / "scripts" / "prove-gpu", *arguments]
-    environment = {**os.environ, "RLCTL_PYTHON": sys.executable}
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
 
 
 @pytest.mark.parametrize("name", ["weights", "decode", "train-0.5B", "run-host"])
@@ -43,8 +37,9 @@ def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
 
 
 def test_what_a_part_finds_is_on_record(tmp_path: Path) -> None:
-    done = prove("--rehearse", "--only", "device", "--out", tmp_path)
-    assert done.returncode == 0, done.stdout
+    """Only the part has a process of its own here."""
+    parts = [part for part in PARTS if part.name == "device"]
+    assert prove_gpu.prove(parts, toy_size(), Namespace(out=tmp_path, rehearse=True)) == 0
     record = json.loads((tmp_path / "prove-gpu.json").read_text())["parts"]
     assert record["device"]["state"] == "passed"
     assert record["device"]["figures"]["matmul_tflops"] > 0
