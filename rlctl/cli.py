@@ -249,11 +249,10 @@ def serve(
     gpu: Annotated[bool, typer.Option("--gpu", help="Sample on the first GPU, in bf16.")] = False,
 ) -> None:
     """Answer OpenAI's and Anthropic's clients as in training, and keep the conversations to learn from."""
-    from rlctl.run.serve_command import ServedSampler, ServingAddress
     from rlctl.run.serve_command import serve as run
 
-    sampler = ServedSampler(engine, gpu, context, temperature)
-    raise typer.Exit(run(what, step, sampler, ServingAddress(host, port, key), out))
+    served = partial(run, what, out, step=step, host=host, port=port, key=key, context=context)
+    raise typer.Exit(served(temperature=temperature, engine=engine, gpu=gpu))
 
 
 @command(
@@ -379,12 +378,12 @@ def export_checkpoint(
 ) -> None:
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
     from rlctl.models.run_export import NOTE
-    from rlctl.run.export import Limits, export
+    from rlctl.run.export import export
     from rlctl.show.screen import progress_screen
 
-    limits = Limits(shard_gb, memory_gib)
-    screen = progress_screen(as_json=as_json, quiet=quiet)
-    code = export(run_dir, out_dir, step, role or "", dtype, limits, adapter_only, push_to_hub, public, screen)
+    exported = partial(export, run_dir, out_dir, step, role or "", dtype, shard_GB=shard_gb, memory_GiB=memory_gib)
+    pushed = partial(exported, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
+    code = pushed(screen=progress_screen(as_json=as_json, quiet=quiet))
     if as_json:
         print((out_dir / NOTE).read_text(encoding="utf-8").strip())
     raise typer.Exit(code)

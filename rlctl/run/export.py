@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +37,15 @@ ROOT = Path(__file__).resolve().parents[2]
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limit the size of a file, and the host memory that the proof may take."""
-
-    shard_GB: float = 2.0
-    memory_GiB: float | None = None  # None: half of what is free, so that the proof presses nothing out of memory
-
-
 def export(
     run_dir: Path,
     out_dir: Path,
     step: int | None,
     role: str = "",
     dtype: str | None = None,
-    limits: Limits | None = None,
+    *,
+    shard_GB: float = 2.0,
+    memory_GiB: float | None = None,
     adapter_only: bool = False,
     push_to_hub: str = "",
     public: bool = False,
@@ -60,7 +53,9 @@ def export(
 ) -> int:
     """Export the newest (or the given) checkpoint of `role`, else of the run's actor, or of what it trained: a whole
     model, or its LoRA adapters alone. `dtype` None: that of the base model. `push_to_hub`: a repository that it becomes
-    too, private unless `public`. Raises UsageError, CheckpointError or ExportError."""
+    too, private unless `public`. `memory_GiB`: what the proof may take; None: half of what is free, so that it presses
+    nothing out of memory. Raises UsageError, CheckpointError or ExportError."""
+    import psutil
     from rich.text import Text
 
     from rlctl.show.screen import Screen
@@ -84,7 +79,9 @@ def export(
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with as_ctrl_c(signal.SIGTERM), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
-            proof = _export(exported, folder, out_dir, limits or Limits(), lambda text: status.update(Text(text)))
+            sizes = {"shard_bytes": int(shard_GB * 1e9)}
+            sizes["memory_bytes"] = int(memory_GiB * 2**30) if memory_GiB else psutil.virtual_memory().available // 2
+            proof = _export(exported, folder, out_dir, sizes, lambda text: status.update(Text(text)))
     except OSError as error:
         problem = f"{out_dir} cannot be written: {error.strerror or error}"
         raise ExportError(problem, hint="nothing was exported; free some space, or name another folder") from None
@@ -170,11 +167,9 @@ def _head(role: str) -> HeadKind:
     return ROLES[role].head if role in ROLES else "lm"
 
 
-def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits, say: Say) -> dict[str, Any]:
+def _export(exported: ExportedModel, folder: Path, out_dir: Path, sizes: Mapping[str, int], say: Say) -> dict[str, Any]:
     """Write beside `out_dir`, prove, and only then rename into place."""
-    import psutil
-
-    about, spare_bytes = exported.about, psutil.virtual_memory().available // 2
+    about = exported.about
     base = about["made_from"][0]
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as name:
         scratch = Path(name).absolute()
@@ -189,8 +184,7 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits
             "head": _head(folder.name),
             "adapter_only": exported.adapter_only,
             "out": str(model),
-            "shard_bytes": int(limits.shard_GB * 1e9),
-            "memory_bytes": int(limits.memory_GiB * 2**30) if limits.memory_GiB else spare_bytes,
+            **sizes,
             "answer": str(scratch / "answer.json"),
             "progress": str(scratch / "progress.json"),
         }

@@ -87,7 +87,7 @@ class RunDir:
                 f"{self.path} already holds a run" + (f", saved at step {saved}" if saved else ""),
                 hint="add --resume to continue it, or choose another folder with --run-dir or another run.name",
             )
-        if not begun and self.path.is_dir() and any(path.name != LOCK for path in self.path.iterdir()):
+        if not begun and self.path.is_dir() and any(path.name not in (LOCK, "logs") for path in self.path.iterdir()):
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
         if holds_run:
             self._check_same_run(spec)

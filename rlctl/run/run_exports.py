@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 from rlctl.models.run_export import FOLDER, RunExport
 from rlctl.preflight.file_problems import file_problems
 from rlctl.run.checkpoints import run_and_step, step_path, steps_in
-from rlctl.run.run_lock import LOCK, owner_of
+from rlctl.run.run_lock import LOCK
 from specs.errors import Problem
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
-from specs.schema.engines.engine_registry import table_of
 from specs.schema.roles import ACTOR, CRITIC, REF, REWARD_MODEL, ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -86,9 +85,6 @@ def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, nam
         return Problem(key, "this run has no checkpoint", "train it until its first checkpoint.every", show(named))
     if step is not None and step not in saved:
         return Problem(key, f"the run has no checkpoint of step {step}", f"it has: {listed}", show(named))
-    if step is None and (owner := owner_of(run)):
-        hint = f"wait for it, or name a step: {show(f'{named}@{(proven or [*saved])[-1]}')}"
-        return Problem(key, f"this run is still written by {owner}", hint, show(named))
     if not proven:
         message = "its checkpoints were saved without the proof that an export must repeat"
         return Problem(key, message, "resume that run, and use what it saves next", show(named))
@@ -98,10 +94,6 @@ def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, nam
         has = ", ".join(ROLES[role].title for role in _learners(manifest)) or "nothing"
         hint = f"name a run that trained {ROLES[wanted[0]].title}"
         return Problem(key, f"this run trained {has}, not {ROLES[wanted[0]].title}", hint, show(named))
-    table = table_of("train", str(manifest.get("engine")))
-    if table is not None and table.model_of == "bigram":
-        hint = "an engine that trains a model, like ddp, writes checkpoints that can be exported"
-        return Problem(key, "this run's engine is fake: it has no model", hint, show(named))
     return RunExport(run, role, proven[-1])
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.models.paths import config_of, resolve_model
@@ -24,29 +23,23 @@ CONTEXT = 8192  # tokens, of a model that takes as many
 SEQUENCES = 8  # sampled at a time
 
 
-@dataclass(frozen=True)
-class ServedSampler:
-    """Say how the model is sampled. `context`: tokens of a conversation, 0: as many as `CONTEXT` and the model take."""
-
-    engine: str = "torch"
-    gpu: bool = False
-    context: int = 0
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True)
-class ServingAddress:
-    """Say where it listens, and who is let in."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    key: str = ""
-
-
-def serve(what: str, step: int | None, sampler: ServedSampler, place: ServingAddress, out: Path) -> int:
-    """Serve until Ctrl-C; return the exit code. Raises UsageError, and what an export raises."""
-    if not place.key and not _loopback(place.host):
-        message = f"--host {place.host}: other machines could sample without a key"
+def serve(
+    what: str,
+    out: Path,
+    *,
+    step: int | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    key: str = "",
+    context: int = 0,
+    temperature: float = 1.0,
+    engine: str = "torch",
+    gpu: bool = False,
+) -> int:
+    """Serve until Ctrl-C; return the exit code. `context`: tokens of a conversation, 0: as many as `CONTEXT` and the
+    model take. Raises UsageError, and what an export raises."""
+    if not key and not _loopback(host):
+        message = f"--host {host}: other machines could sample without a key"
         raise UsageError(message, hint="add --key KEY, or listen on 127.0.0.1")
     model = _model_of(what, step)
     config = config_of(model, Path())
@@ -55,7 +48,7 @@ def serve(what: str, step: int | None, sampler: ServedSampler, place: ServingAdd
             f"{what}: no run, and no model here", hint="name a run's directory, a model's folder or hub id"
         )
     room = int(config.get("max_position_embeddings") or CONTEXT)
-    context = sampler.context or min(CONTEXT, room)
+    context = context or min(CONTEXT, room)
     if context > room:
         raise UsageError(f"--context {context}: the model takes {room} tokens", hint=f"use at most {room}")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -65,20 +58,22 @@ def serve(what: str, step: int | None, sampler: ServedSampler, place: ServingAdd
                 "path": str(resolve_model(model, Path())),
                 "from_scratch": False,
                 "seed": 0,
-                "dtype": "bf16" if sampler.gpu else "fp32",
+                "dtype": "bf16" if gpu else "fp32",
                 "attn_implementation": "auto",
                 "trust_remote_code": False,
-                "device": "cuda" if sampler.gpu else "cpu",
+                "device": "cuda" if gpu else "cpu",
                 "max_sequence_tokens": context,
             },
-            "engine": {"kind": sampler.engine, "max_sequences": SEQUENCES},
+            "engine": {"kind": engine, "max_sequences": SEQUENCES},
             "max_prompt_tokens": context - 1,
             "max_response_tokens": context,
             "stop": [],
         },
-        "temperature": sampler.temperature,
+        "temperature": temperature,
         "out": str(out.absolute()),
-        **vars(place),
+        "host": host,
+        "port": port,
+        "key": key,
     }
     return _run(json.dumps(asked))
 

@@ -103,10 +103,6 @@ def expand(overrides: Sequence[str]) -> tuple[list[str], Swept]:
             continue
         if key in NOT_SWEPT:
             raise UsageError(f"--set {text}: {key} is of each run", hint="the runs are named after their values")
-        if "" in values:
-            raise UsageError(f"--set {text}: a value is empty", hint="write VALUE,VALUE")
-        if twice := [value for value, count in Counter(values).items() if count > 1]:
-            raise UsageError(f"--set {text}: {twice[0]} stands twice", hint="write each value once")
         if key in swept:
             raise UsageError(f"--set {text}: {key} is swept already", hint="write all its values in one --set")
         swept[key] = values

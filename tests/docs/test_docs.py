@@ -105,9 +105,3 @@ def test_the_example_of_every_help_parses() -> None:
         assert name == "Example"
         assert example.split()[:2] == ["rlctl", command.name]
         parsed(example)
-
-
-@pytest.mark.parametrize("line", ["rlctl trian a.toml", "rlctl train a.toml --sett b=c", "rlctl export-checkpoint run"])
-def test_a_wrong_command_is_found(line: str) -> None:
-    with pytest.raises(Exception, match=r"No such|Missing"):
-        parsed(line)

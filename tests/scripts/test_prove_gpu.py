@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import _gpu_parts  # noqa: E402
+import prove_gpu  # noqa: E402
 from _gpu_parts import PARTS, toy_size  # noqa: E402
 
 
-def prove(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [ROOT / "scripts" / "prove-gpu", *arguments]
-    environment = {**os.environ, "RLCTL_PYTHON": sys.executable}
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-
-
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    done = prove()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("No GPU here: ")
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["prove-gpu"])
+    assert prove_gpu.main() == 0
+    assert capsys.readouterr().out.startswith("No GPU here: ")
 
 
 @pytest.mark.parametrize("name", ["weights", "decode", "train-0.5B", "run-host"])
@@ -50,11 +44,16 @@ def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
 
 
 def test_what_has_passed_stays_and_is_not_done_again(tmp_path: Path) -> None:
-    arguments = ["--rehearse", "--only", "device", "--out", tmp_path]
-    first, again = ((prove(*arguments), json.loads((tmp_path / "prove-gpu.json").read_text())) for _ in range(2))
-    assert (first[0].returncode, again[0].returncode) == (0, 0), first[0].stdout + again[0].stdout
-    assert first[1]["parts"]["device"]["figures"]["matmul_tflops"] > 0
-    assert again[1] == first[1], "with its seconds"
+    """Only the part has a process of its own here."""
+    parts = [part for part in PARTS if part.name == "device"]
+    options = Namespace(out=tmp_path, rehearse=True, again=False)
+    records = []
+    for _ in range(2):
+        assert prove_gpu.prove(parts, toy_size(), options) == 0
+        records.append(json.loads((tmp_path / "prove-gpu.json").read_text())["parts"]["device"])
+    assert records[0]["state"] == "passed"
+    assert records[0]["figures"]["matmul_tflops"] > 0
+    assert records[1] == records[0], "with its seconds"
 
 
 def test_a_side_of_ours_that_fails_fails_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints: atomic, found only when whole, pruned by age."""
 
-import json
 import threading
 
 import pytest
@@ -100,15 +99,6 @@ def test_failing_save_leaves_the_older_and_no_debris(tmp_path):
             tmp_path, 2, about={}, write_roles={"actor": full_disk}, write_driver=lambda folder: {}, keep=2
         )
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
-
-
-def test_read_names_the_damage(tmp_path):
-    path = save(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["actor/model.rank1"]["bytes"] += 1
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"model\.rank1 has 9 bytes, 10 were written"):
-        checkpoints.read(path)
 
 
 # ── ranks on other hosts ──────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from running import start, wait_for
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run import checkpoints
-from rlctl.run.export import Limits, _follow, export, own_dtype
+from rlctl.run.export import _follow, export, own_dtype
 from specs.errors import CheckpointError, ExportError, UsageError
 from workers.offline import export_model
 from workers.saved_files import settle
@@ -56,9 +56,10 @@ def test_ending_it_leaves_nothing(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_failure_leaves_nothing_and_says_why(run, tmp_path):
     with pytest.raises(ExportError, match=r"actor has no model-\*\.safetensors"):
-        export(run, tmp_path / "out", None, "actor", "fp32", Limits())
+        export(run, tmp_path / "out", None, "actor", "fp32")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

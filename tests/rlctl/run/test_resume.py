@@ -23,20 +23,16 @@ TRAINED = "model.from_scratch=false"  # adapters want it
     [
         ("actor.processes=4", "actor.processes: 1 → 4", True),
         ("actor.engine.kind=fsdp2", 'actor.engine.kind: "ddp" → "fsdp2"', True),
-        ("rollout.processes=2", "rollout.processes: 1 → 2", True),
         ('model.attn_implementation="sdpa"', 'model.attn_implementation: "auto" → "sdpa"', True),
         ("run.steps=7", "run.steps: 100 → 7", True),
         ("run.seed=1", "run.seed: 0 → 1", False),
-        ("algorithm.group_size=8", "algorithm.group_size: 16 → 8", False),
         ("actor.optimizer.lr=1", "actor.optimizer.lr: 0.001 → 1.0", False),
-        ('actor.dtype="bf16"', 'actor.dtype: "fp32" → "bf16"', False),
         ("actor.devices=[0]", 'actor.dtype: "fp32" → "bf16"', False),  # `auto` is what it means there
         (
             "actor.lora.rank=4",
             'actor.lora: unset → {"rank": 4, "alpha": 32.0, "targets": ["all-linear"]}',
             False,
         ),
-        ("rollout.temperature=0.5", "rollout.temperature: 1.0 → 0.5", False),
     ],
 )
 def test_what_may_change(tmp_path, change, line, taken):

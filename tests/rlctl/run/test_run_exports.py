@@ -15,7 +15,6 @@ from small_spec import raw_spec
 from rlctl.cli import main
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run.run_exports import with_run_exports
-from rlctl.run.run_lock import RunLock
 from specs.schema.recipes import RlSpec
 
 TINY = str(BUILTIN_FOLDER / "tiny-digits")
@@ -88,10 +87,10 @@ def checksum(weights: dict[str, Any]) -> str:
 # ── which checkpoint, and of whom ─────────────────────────────────────────────────────────────────
 
 
-def a_run(folder: Path, steps: dict[int, Any], *roles: str, engine: str = "ddp") -> Path:
+def a_run(folder: Path, steps: dict[int, Any], *roles: str) -> Path:
     """Write what is read of a run: `steps` says whether each has its proof."""
     for step, proven in steps.items():
-        manifest = {"proven": proven, "engine": engine, "roles": {role: {"model_path": TINY} for role in roles}}
+        manifest = {"proven": proven, "engine": "ddp", "roles": {role: {"model_path": TINY} for role in roles}}
         (folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
         (folder / "checkpoints" / f"step_{step:06d}" / "manifest.json").write_text(json.dumps(manifest))
     folder.mkdir(exist_ok=True)
@@ -124,41 +123,22 @@ def test_whose_weights_a_role_takes(tmp_path: Path, learned: tuple[str, ...], se
 
 
 @pytest.mark.parametrize(
-    ("steps", "roles", "options", "named", "message", "hint"),
+    ("steps", "roles", "named", "message", "hint"),
     [
-        ({}, (), {}, "a", "has no checkpoint", "checkpoint.every"),
-        ({4: True}, ("actor",), {}, "a@5", "has no checkpoint of step 5", "it has: 4"),
-        ({4: False}, ("actor",), {}, "a", "without the proof", "resume that run"),
-        (
-            {4: True},
-            ("reward_model",),
-            {},
-            "a",
-            "trained the reward model, not the actor",
-            "a run that trained the actor",
-        ),
-        ({4: True}, ("actor",), {"engine": "fake"}, "a", "engine is fake", "ddp"),
+        ({}, (), "a", "has no checkpoint", "checkpoint.every"),
+        ({4: True}, ("actor",), "a@5", "has no checkpoint of step 5", "it has: 4"),
+        ({4: False}, ("actor",), "a", "without the proof", "resume that run"),
+        ({4: True}, ("reward_model",), "a", "trained the reward model, not the actor", "a run that trained the actor"),
     ],
 )
 def test_a_run_that_cannot_be_a_model_is_refused(
-    tmp_path: Path, steps: dict, roles: tuple, options: dict, named: str, message: str, hint: str
+    tmp_path: Path, steps: dict, roles: tuple, named: str, message: str, hint: str
 ) -> None:
-    a_run(tmp_path / "a", steps, *roles, **options)
+    a_run(tmp_path / "a", steps, *roles)
     _, (problem,) = with_run_exports(spec_of(ref={"model": named}), tmp_path)
     assert (problem.key, problem.value) == ("ref.model", f'"{named}"')
     assert message in problem.message
     assert hint in problem.hint
-
-
-def test_a_run_that_goes_on_is_refused_but_for_a_step(tmp_path: Path) -> None:
-    lock = RunLock(a_run(tmp_path / "a", {4: True}, "actor"), "")
-    try:
-        _, (problem,) = with_run_exports(spec_of(ref={"model": "a"}), tmp_path)
-        assert "still written by another rlctl" in problem.message
-        assert 'name a step: "a@4"' in problem.hint
-        assert with_run_exports(spec_of(ref={"model": "a@4"}), tmp_path)[1] == []
-    finally:
-        lock.release()
 
 
 def test_a_resume_keeps_what_was_taken_unless_another_step_is_named(tmp_path: Path) -> None:

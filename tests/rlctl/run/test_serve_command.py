@@ -15,10 +15,11 @@ import pytest
 from running import start
 
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.run.serve_command import ServedSampler, ServingAddress, serve
+from rlctl.run.serve_command import serve
 from specs.errors import UsageError
 
 TOKENS = 12
+TINY = str(BUILTIN_FOLDER / "tiny-chat")
 HI = {"role": "user", "content": "Hi"}
 
 
@@ -28,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("served") / "model"
-    shutil.copytree(BUILTIN_FOLDER / "tiny-chat", folder)
+    shutil.copytree(TINY, folder)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
@@ -81,16 +82,14 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
 
 
 @pytest.mark.parametrize(
-    ("what", "step", "sampler", "place", "words"),
+    ("what", "options", "words"),
     [
-        ("nowhere/at-all", None, ServedSampler(), ServingAddress(), "no run, and no model"),
-        ("MODEL", 3, ServedSampler(), ServingAddress(), "is not a run directory"),
-        ("MODEL", None, ServedSampler(), ServingAddress(host="0.0.0.0"), "without a key"),
-        ("MODEL", None, ServedSampler(context=10**6), ServingAddress(), "the model takes"),
+        ("nowhere/at-all", {}, "no run, and no model"),
+        (TINY, {"step": 3}, "is not a run directory"),
+        (TINY, {"host": "0.0.0.0"}, "without a key"),
+        (TINY, {"context": 10**6}, "the model takes"),
     ],
 )
-def test_a_wrong_call_starts_nothing(
-    tmp_path: Path, model: Path, what: str, step: int | None, sampler: ServedSampler, place: ServingAddress, words: str
-) -> None:
+def test_a_wrong_call_starts_nothing(tmp_path: Path, what: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        serve(str(model) if what == "MODEL" else what, step, sampler, place, tmp_path / "rows.jsonl")
+        serve(what, tmp_path / "rows.jsonl", **options)

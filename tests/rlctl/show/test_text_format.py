@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rlctl.show.text_format import BLOCKS, count, duration, number, sparkline, time_shares
+from rlctl.show.text_format import count, duration, number, sparkline, time_shares
 
 
 def test_sparkline_runs_from_lowest_to_highest() -> None:
@@ -16,13 +14,7 @@ def test_sparkline_runs_from_lowest_to_highest() -> None:
     assert sparkline([1.0, 1.0], 10) == "▁▁"
     assert sparkline([None, math.nan, 2.0, 3.0], 10) == "▁█"
     assert sparkline([], 10) == sparkline([1.0], 0) == ""
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 80))
-def test_sparkline_fits_and_uses_only_its_blocks(values: list[float], width: int) -> None:
-    line = sparkline(values, width)
-    assert len(line) == min(width, len(values))
-    assert set(line) <= set(BLOCKS)
+    assert len(sparkline([1e6, -1e6] * 100, 80)) == 80
 
 
 @pytest.mark.parametrize(
