@@ -93,17 +93,21 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     rollout = sampling.rollout if sampling is not None else None
     apart = rollout is not None and rollout.first_node >= actor.nodes
     each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes if rollout else 0
+    named = {place for role in run.roles for place in run.gpus(role)}
+    far = {place for place in named if apart and rollout and place[0] in rollout.hosts}
     # A host gives GPUs from 0 to the highest number.
-    gpus = 1 + max((number for role in run.roles for _, number in run.gpus(role)), default=-1)
+    gpus, far_gpus = (max((number for _, number in places), default=-1) + 1 for places in (named - far, far))
     template = Template(BATCH_TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
     text = template.render(
-        apart=apart,
-        lead=run.lead,
-        trainers=actor.nodes,
-        nodes=actor.nodes + (rollout.nodes if rollout and apart else 0),
-        each=each,
-        replicas=replicas,
-        gpus=gpus,
+        **{
+            "apart": apart,
+            "lead": run.lead,
+            "nodes": actor.nodes,
+            "far_nodes": rollout.nodes if rollout else 0,
+            "each": each,
+            "replicas": replicas,
+        },
+        **{"gpus": gpus, "far_gpus": far_gpus},
         graders=any(ROLES[role].holds == "scorer" and run.role(role).nodes > 1 for role in run.roles),
         spec=shlex.quote(spec.name),
         name=shlex.quote(spec.stem),

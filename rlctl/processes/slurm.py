@@ -13,20 +13,26 @@ from specs.errors import Problem, SpecError
 from specs.schema.spec import Spec
 from workers.network import address_towards
 
+_COUNTS = ("SLURM_JOB_NUM_NODES_HET_GROUP_0", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")  # srun's is the first part
+
 
 class SlurmJob:
-    """The job that this process is in: `Cluster`."""
+    """The job that this process is in: `Cluster`. The hosts of a second part come after those of the first."""
 
     replaces = gives_devices = False
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
-        self.address, self.names = "", list[str]()
+        self.address, self.names, self._parts = "", list[str](), list[int]()
         self.pending: dict[str, str] = {}
 
     def reserve(self, say: Callable[[str], None]) -> None:
         """Raise SpecError where SLURM does not say which hosts there are."""
-        self.names = _hostnames(self._env.get("SLURM_JOB_NODELIST", ""))
+        env = self._env
+        lists = [env[name] for number in (0, 1) if (name := f"SLURM_JOB_NODELIST_HET_GROUP_{number}") in env]
+        parts = [_hostnames(listed) for listed in lists or [env.get("SLURM_JOB_NODELIST", "")]]
+        self._parts = [number for number, names in enumerate(parts) for _ in names] if lists else []
+        self.names = [name for names in parts for name in names]
         self.address = _own_address(self.names[1:])
 
     def shell(self, number: int, devices: Sequence[int], env: Mapping[str, str], log_path: Path) -> LocalShell:
@@ -34,8 +40,9 @@ class SlurmJob:
 
     def step(self, number: int) -> tuple[str, ...]:
         """Return the command of a step that is a shell on a host."""
+        part = (f"--het-group={self._parts[number]}",) if self._parts else ()
         place = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", f"--nodelist={self.names[number]}")
-        return ("srun", *place, "sh")
+        return ("srun", *part, *place, "sh")
 
     def close(self) -> None:
         pass
@@ -51,12 +58,16 @@ def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
         hint = "run it from a batch script (rlctl init --launcher slurm writes one), or use another launcher"
         key, value = (f"{roles[0]}.launcher", '"srun"') if roles else ("cluster.kind", '"slurm"')
         raise SpecError([Problem(key, "this is not a SLURM job", hint, value)])
-    has = int(env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", "1")))
-    short = [name for name in (spec.roles if by_kind else roles) if spec.role(name).hosts.stop > has]
+    has = int(next((env[name] for name in _COUNTS if name in env), "1"))
+    apart = int(env.get("SLURM_JOB_NUM_NODES_HET_GROUP_1", "0"))
+    short = [name for name in roles if spec.role(name).nodes > has]
+    if by_kind:
+        short += [name for name in spec.roles if spec.role(name).hosts.stop > has + apart]
     if short:
         hint = f"ask for more with #SBATCH --nodes, or for fewer with {short[0]}.nodes"
         nodes = str(spec.role(short[0]).nodes)
-        named = f": {listed}" if (listed := env.get("SLURM_JOB_NODELIST", "")) else ""
+        listed = env.get("SLURM_JOB_NODELIST_HET_GROUP_0", env.get("SLURM_JOB_NODELIST", ""))
+        named = f": {listed}" if listed else ""
         raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, nodes)])
 
 

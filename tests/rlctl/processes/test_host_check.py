@@ -108,8 +108,13 @@ def test_an_allocation_smaller_than_the_spec() -> None:
     with pytest.raises(SpecError, match=r"actor\.nodes = 3: the SLURM job has 2: n\[1-2\]"):
         check_slurm(spec, job)
     check_slurm(spec, {**job, "SLURM_JOB_NUM_NODES": "3"})
+    parts = {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]"}
+    with pytest.raises(SpecError, match=r"the SLURM job has 2: a\[1-2\]"):
+        check_slurm(spec, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "5", **parts})
     apart = {"rollout": {"first_node": 1, "nodes": 2, "processes": 2}, "cluster": {"kind": "slurm"}}
+    on_its_own = RlSpec.model_validate(raw_spec(**apart))
     with pytest.raises(SpecError, match=r"rollout\.nodes = 2: the SLURM job has 2: n\[1-2\]"):
-        check_slurm(RlSpec.model_validate(raw_spec(**apart)), job)
+        check_slurm(on_its_own, job)
+    check_slurm(on_its_own, {**job, **parts, "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2"})
     with pytest.raises(SpecError, match="this is not a SLURM job"):
         check_slurm(spec, {})

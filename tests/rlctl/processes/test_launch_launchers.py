@@ -193,15 +193,23 @@ def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path
         assert (caught.value.host, caught.value.log_tail) == ("second", "")
 
 
-def arguments_from(script: Path, folder: Path, nodes: list[str], *options: str, **more: str) -> list[str]:
-    """What a batch script tells rlctl in a job on these nodes. The environment of rlctl is left in `folder`."""
+def arguments_from(
+    script: Path, folder: Path, nodes: list[str], *options: str, far: tuple[str, ...] = (), **more: str
+) -> list[str]:
+    """What a batch script tells rlctl in a job on these nodes; with `far`, those of its second part. The environment of
+    rlctl is left in `folder`."""
+    lists = {"n[0-9]": nodes, "far[0-9]": far}
+    cases = "".join(f"'show hostnames {name}') printf '%s\\n' {' '.join(those)};;\n" for name, those in lists.items())
     for name, program in (
         ("rlctl", f'printf "%s\\n" "$@"; env -0 >{folder}/environment'),
-        ("scontrol", f'[ "$*" = "show hostnames n[0-9]" ] && printf "%s\\n" {" ".join(nodes)}'),
+        ("scontrol", f'case "$*" in\n{cases}*) exit 1;;\nesac'),
     ):
         (folder / name).write_text(f"#!/bin/sh\n{program}\n")
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-9]", **more}
+    if far:
+        job |= {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n[0-9]"}
+        job |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "far[0-9]"}
     env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), **job}
     done = subprocess.run(
         ["bash", str(script), *options], env=env, capture_output=True, text=True, check=True, cwd=folder
@@ -210,41 +218,51 @@ def arguments_from(script: Path, folder: Path, nodes: list[str], *options: str, 
 
 
 @pytest.mark.parametrize(
-    ("apart", "nodes", "numbers"),
+    ("section", "nodes", "far", "numbers"),
     [
-        (False, ["n0", "n1", "n2"], [1, 2]),
-        (False, ["n0"], []),
-        (True, ["n0", "n1", "n2", "n3"], [1, 2, 3]),
+        ("", ["n0", "n1", "n2"], (), [1, 2]),
+        ("", ["n0"], (), []),
+        ("first_node = 1\nprocesses = 2\n", ["n0"], ("f0", "f1", "f2"), [1, 2, 3]),
+        ("first_node = 1\nprocesses = 2\n", ["n0", "n1"], ("f0",), [2]),
     ],
 )
 def test_replicas_are_on_the_hosts_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool, nodes: list[str], numbers: list[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    nodes: list[str],
+    far: tuple[str, ...],
+    numbers: list[int],
 ) -> None:
     spec = preset("quickstart", tmp_path)
-    if apart:
-        text = spec.read_text().replace("[rollout]\n", "[rollout]\nfirst_node = 1\nprocesses = 2\n", 1)
+    if section:
+        text = spec.read_text().replace("[rollout]\n", f"[rollout]\n{section}", 1)
         text = text.replace("[reward]\n", "[reward]\nnodes = 2\nprocesses = 2\n", 1)
         spec.write_text(f'{text}\n[cluster]\nkind = "slurm"\n')
-    script = write_batch_script(spec, force=False)
-    assert f"#SBATCH --nodes={1 + apart}\n" in script.read_text()
-    arguments = arguments_from(script, tmp_path, nodes)
+    arguments = arguments_from(write_batch_script(spec, force=False), tmp_path, nodes, far=far)
     assert arguments[:2] == ["train", "quickstart.toml"]
     overrides = [word for flag, word in pairwise(arguments) if flag == "--set"]
     assert "actor.launcher=srun" in overrides
     made = make_plan(load_spec(spec, overrides), tmp_path)
     rollout, actor = made.role("rollout"), made.role("actor")
     assert [node.number for node in rollout.remote] == numbers
-    assert (rollout.nodes, actor.nodes) == (len(nodes) - apart, 1 if apart else len(nodes))
-    assert rollout.processes == rollout.nodes * (2 if apart else 1)
-    assert len(made.role("reward").remote) == (len(nodes) - 1 if apart else 0)
+    assert (rollout.nodes, actor.nodes) == (len(far) or len(nodes), len(nodes))
+    assert rollout.processes == rollout.nodes * (2 if far else 1)
+    assert len(made.role("reward").remote) == (len([*nodes, *far]) - 1 if section else 0)
     env = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0") if line)
     monkeypatch.setenv("PATH", env["PATH"])  # with scontrol
     job = SlurmJob(env)
     job.reserve(print)
-    assert job.names == nodes
+    assert job.names == [*nodes, *far]
     for node in [*rollout.remote, *made.role("reward").remote]:
         step = job.step(node.number)
         assert (step[0], step[-2:]) == ("srun", (f"--nodelist={job.names[node.number]}", "sh"))
+        part = [f"--het-group={int(node.number >= len(nodes))}"] if far else []
+        assert [option for option in step if "het" in option] == part
+    script = (tmp_path / "quickstart.sbatch").read_text()
+    assert script.count("#SBATCH hetjob") == bool(far)
+    for option in ("--partition", "--account"):
+        assert script.count(f"##SBATCH {option}=NAME") == (2 if far else 1)
 
 
 def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
