@@ -68,7 +68,7 @@ def peak_GiB(device: str) -> float:
 
 
 def forget_peak(device: str) -> None:
-    """The host's peak starts anew. Where the system does not do that, it stays that since the process's start."""
+    """The host's peak starts again. Where the system does not do that, it stays that since the process's start."""
     if device == "cpu":
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")

@@ -325,8 +325,8 @@ class RolloutEngine(ABC):
 
     def suspend(self) -> Sequence[Completion]:
         """Break off the open requests, so that weights may change; return what has been written of those that
-        have a token. To go on, add each again with its tokens behind its own, and its position as much further on: all
-        of it is then computed with the new weights. Engines that cannot do it raise NotImplementedError
+        have a token. To continue, add each again with its tokens after its own, and its position as much further on:
+        all of it is then computed with the new weights. Engines that cannot do it raise NotImplementedError
         (`RolloutTable.suspends`)."""
         raise NotImplementedError(f"{type(self).__name__} does not tell what it has written before the end")
 

@@ -15,8 +15,8 @@ class SampleRequest:
     """One completion to draw.
 
     `tokens` are all so far: of a later turn also earlier completions and what tools replied. Token i of the completion
-    is drawn with the random number of (`sampling.seed`, `id`, `position` + i), so that a later turn goes on instead of
-    repeating; an engine that draws with a generator of its own seeds it with (seed, id, position).
+    is drawn with the random number of (`sampling.seed`, `id`, `position` + i), so that a later turn continues and does
+    not repeat; an engine that draws with a generator of its own seeds it with (seed, id, position).
     `sampling.max_response_tokens` limits the new tokens, however many were drawn before. Requests that are added
     together and have the same `prefix` are equal token by token and may share their computation. `keep`: a later turn
     of the same id may follow, so an engine may keep what it computed, until `RolloutEngine.forget`.

@@ -72,7 +72,7 @@ class Working(dict[Verb, Handler]):
 
 
 def aside(handler: TypedHandler, threads: Executor) -> TypedHandler:
-    """Return a handler that runs in one of these threads, so that the rank goes on receiving."""
+    """Return a handler that runs in one of these threads, so that the rank keeps receiving."""
 
     def submit(call: Request[Any], emit: Emit) -> Future[Reply]:
         def run() -> Reply:

@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def _import_without_compiling() -> None:
-    """Else torch.compile makes C++ out of small functions, anew for rows of other lengths. Megatron-core marks those of
+    """Else torch.compile makes C++ out of small functions, once for each length of a row. Megatron-core marks those of
     modules that it imports at once before it can be told."""
     compiled, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
     try:

@@ -2,9 +2,9 @@
 
 Megatron-core brings the layers, their tensor parallelism and what flows between stages: its local ones, or those that
 it makes of TransformerEngine. Of both, attention is replaced, which keeps the sequences of a row apart as everywhere in
-rlctl (`backends/packed/layout.py`), and rotary positions, which Megatron counts along the row and which here start anew
-with each sequence. Of the local ones, so is RMSNorm, which in torch's form does not go with sequence parallelism. A
-stage ends with hidden states: the head is `vocab_head.py`.
+rlctl (`backends/packed/layout.py`), and rotary positions, which Megatron counts along the row and which here start
+again with each sequence. Of the local ones, so is RMSNorm, which in torch's form does not go with sequence parallelism.
+A stage ends with hidden states: the head is `vocab_head.py`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class _Group:
     """Segments that run as one batch [count, length].
 
     `mask`: [count, length], 0 where a row is padded at its left; None where it is padded at its right, or not at all.
-    `parents`: which of the prompts the segments continue; None: they begin anew.
+    `parents`: which of the prompts the segments continue; None: they begin from nothing.
     """
 
     count: int
@@ -111,9 +111,10 @@ class StateRows(Protocol):
 class SegmentPlan:
     """How layers with a state run over a packed row of segments, each a sequence or the continuation of one.
 
-    What begins anew comes first, and its states are kept for what continues it. Segments of like length make a batch.
-    Those that begin anew are padded at their left and masked, as transformers pads prompts, so that each ends with its
-    own last token; their continuations are padded at their right, where nothing that follows changes them.
+    What begins from nothing comes first, and its states are kept for what continues it. Segments of like length make a
+    batch. Those that begin from nothing are padded at their left and masked, as transformers pads prompts, so that each
+    ends with its own last token; their continuations are padded at their right, where nothing that follows changes
+    them.
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None, put: Put) -> None:
@@ -124,7 +125,7 @@ class SegmentPlan:
         index: list[NDArray[np.int64]] = []
         real: list[NDArray[np.bool_]] = []
         self.groups: list[_Group] = []
-        place_S = np.full(len(length_S), -1)  # of the state of each that begins anew
+        place_S = np.full(len(length_S), -1)  # of the state of each that begins from nothing
         for forked in (False, True):
             order = np.flatnonzero((parent_S >= 0) == forked)
             order = order[np.argsort(-length_S[order], kind="stable")]
@@ -150,7 +151,7 @@ class SegmentPlan:
         return self._run(layer, hidden_TE)[0]
 
     def _run(self, layer: Layer, hidden_TE: Tensor) -> tuple[Tensor, LayerState]:
-        """Return the row, and the states of what begins anew, in the order of `place_S`."""
+        """Return the row, and the states of what begins from nothing, in the order of `place_S`."""
         parts = copy_rows(hidden_TE, self.copies).split([group.count * group.length for group in self.groups])
         ended: list[LayerState] = []
         outputs = []

@@ -36,7 +36,7 @@ def request_keys(requests: Sequence[SampleRequest]) -> NDArray[np.uint64]:
 
 def request_seeds(requests: Sequence[SampleRequest]) -> list[int]:
     """A seed of 63 bits for each request, for engines that draw with generators of their own: another one for each
-    turn of a sample. Such an engine's draws do not go on where the last call ended; they start anew, elsewhere."""
+    turn of a sample. Such an engine's draws do not continue where the last call ended; they start over, elsewhere."""
     key_B = request_keys(requests)
     position_B = np.array([request.position for request in requests], dtype=np.int64)
     turn_B = _mix(key_B + position_B.view(np.uint64) * _STRIDE)

@@ -1,4 +1,4 @@
-"""Keys and values of sequences that wait for their next turn, and attention that goes on from them.
+"""Keys and values of sequences that wait for their next turn, and attention that continues from them.
 
 Letters: n sequences of a batch, S their longest whole, Q the most new tokens of one, T new tokens of the row, W tokens
 of all wholes, H query heads, KV key/value heads, D head dim.
@@ -44,8 +44,8 @@ class KeptPrefixes:
             self.tokens += len(prefix.tokens)
 
     def take(self, request: SampleRequest) -> KeptPrefix | None:
-        """Return what is kept of a request's sample, and keep it no longer; None where the request does not go on from
-        it."""
+        """Return what is kept of a request's sample, and keep it no longer; None where the request does not
+        continue it."""
         found = self.held.get(request.id)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Restore failed replicas: start them again, build them, give them the actor's weights anew, and verify them. Do the
+"""Restore failed replicas: start them again, build them, give them the actor's weights again, and verify them. Do the
 same for processes of the reward role on other hosts.
 
 Only these can be restored: each is a process of its own, and all that it knows comes from the spec and from the next
@@ -121,7 +121,7 @@ def policy_for(
 
 
 def begin_with_fewer(groups: Groups, policy: RestartPolicy) -> None:
-    """Let the start go on without ranks that do not come up, as long as there are enough."""
+    """Let the start continue without ranks that do not come up, as long as there are enough."""
     if policy.least is not None:
         groups.ranks.allow_restarts(replace(policy, limit=0))
 

@@ -10,7 +10,7 @@ synced, and the n batches after it go out together:
     n = 1     rollout 1, 2 with 0 │ train 1 │ sync 1: rollout 3 ∥ train 2 │ sync 2: rollout 4 ∥ train 3 │ …
     n = 2     rollout 1, 2, 3 with 0 │ train 1, 2 │ sync 2: rollout 4, 5 ∥ train 3, 4 │ sync 4: …
 
-So the schedule follows from the step alone, never from who was quicker: a run repeats, and a resumed run goes on, to
+So the schedule follows from the step alone, never from who was quicker: a run repeats, and a resumed run continues, to
 the bit. Staleness is 1 to n in turn, and only every n-th step syncs.
 
 With dynamic sampling a batch is refilled when it is taken, or before the weights that it was drawn with go: batches in

@@ -164,12 +164,12 @@ class WeightSync:
         return self._sent == step
 
     def forget_readers(self) -> None:
-        """A replica was started anew: the next sync meets every replica as if for the first time."""
+        """A replica was started again: the next sync meets every replica as if for the first time."""
         self._readers = ()
         self._held = {}
 
     def break_off(self, step: int | None) -> None:
-        """After a `run` that lost a replica: both ends let go of it, and the next run begins with everybody anew."""
+        """After a `run` that lost a replica: both ends let go of it, and the next run begins with all of them again."""
         self.actor.call(Verb.EXPORT_END, bodies.ExportEnd(broken_off=True), step=step)
         self.actor.settle()
         self.rollout.settle()

@@ -92,7 +92,7 @@ def _differences(shapes: Mapping[str, Shape], config: Mapping[str, Any], head: H
         return
     if known is None:
         return
-    # Experts are stored one by one and built as two tensors; a head that is not logits is made anew.
+    # Experts are stored one by one and built as two tensors; a head that is not logits is built from scratch.
     wanted = {one.name: one.shape for one in known.parameters if ".experts." not in one.name}
     wanted = {name: shape for name, shape in wanted.items() if head == "lm" or name not in LM_HEADS}
     # A model that was saved without its head lacks the first part of its names.

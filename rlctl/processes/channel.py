@@ -145,7 +145,7 @@ class Hub:
             self._expected.update((role, rank) for rank in range(size))
 
     def expect_no_more(self, role: str, rank: int) -> None:
-        """Refuse a rank that the run goes on without, unless it is connected."""
+        """Refuse a rank that the run continues without, unless it is connected."""
         with self._lock:
             if (role, rank) not in self._identities:
                 self._expected.discard((role, rank))

@@ -99,8 +99,8 @@ class FailureWatch:
         self._dumped.add(place)
 
     def assess(self, evidence: Evidence, grace_s: float = 0.0, blame_s: float = 0.0, *, unbuilt: bool = False) -> None:
-        """Judge a failure: a restart mends it, or the run goes on without the rank, which counts after `grace_s`; or it
-        ends the run, after `blame_s` where a better cause may come. `unbuilt`: the rank could not be built."""
+        """Judge a failure: a restart mends it, or the run continues without the rank, which counts after `grace_s`; or
+        it ends the run, after `blame_s` where a better cause may come. `unbuilt`: the rank could not be built."""
         if not self._states.fail(evidence, grace_s, unbuilt=unbuilt):
             self._blame.add(evidence, blame_s or grace_s or ROOT_CAUSE_GRACE_S)
 

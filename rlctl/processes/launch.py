@@ -200,7 +200,7 @@ class Launcher:
         for shell in shells:
             shell.hang_up()  # with its input a supervisor ends all that it started
         _signal_groups(here, signal.SIGTERM)
-        _signal_groups(here, signal.SIGCONT)  # a stopped process obeys only once it goes on
+        _signal_groups(here, signal.SIGCONT)  # a stopped process obeys only once it runs again
         _wait_for_all([*self._processes, *shells], grace_s)
         _kill_all_of(here)
         # A remote shell that is killed early cannot report that its host is clean.

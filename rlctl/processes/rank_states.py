@@ -26,11 +26,11 @@ class RankState(StrEnum):
     STARTING = "starting"  # launched, not heard of yet
     RUNNING = "running"
     FAILING = "failing"  # it ended or hangs, but what it sent before may still be on its way
-    LATE = "late"  # it did not come in time: the run goes on without it, and it may still come
+    LATE = "late"  # it did not come in time: the run continues without it, and it may still come
     JOINING = "joining"  # it has come late, and is not yet built as the others are
     FAILED = "failed"  # nothing more comes from it; it can be started again
     RESTARTING = "restarting"  # started again, and not yet built as it was
-    DROPPED = "dropped"  # it failed for good, and the run goes on without it
+    DROPPED = "dropped"  # it failed for good, and the run continues without it
     FATAL = "fatal"  # it ended or hangs, and is not started again: the run ends
 
 
@@ -77,11 +77,11 @@ class RankStates:
         return self._ranks(role, RankState.FAILED)
 
     def dropped(self, role: str) -> list[int]:
-        """Return the ranks of a role that the run goes on without."""
+        """Return the ranks of a role that the run continues without."""
         return self._ranks(role, RankState.DROPPED)
 
     def late(self, role: str) -> list[int]:
-        """Return the ranks of a role that the run goes on without until they come."""
+        """Return the ranks of a role that the run continues without until they come."""
         return self._ranks(role, RankState.LATE)
 
     def absent(self, role: str) -> list[int]:
@@ -117,7 +117,7 @@ class RankStates:
         return self._policies.get(role, _NO_POLICY)
 
     def allow_restarts(self, policy: RestartPolicy) -> None:
-        """Let the run go on from now on when a rank of the policy's role fails."""
+        """Let the run continue from now on when a rank of the policy's role fails."""
         self._policies[policy.role] = policy
 
     def started(self, role: str, processes: int) -> None:
@@ -133,7 +133,7 @@ class RankStates:
             self._states[place] = RankState.RUNNING
 
     def fail(self, evidence: Evidence, grace_s: float = 0.0, *, unbuilt: bool = False) -> bool:
-        """Note a failure; `unbuilt`: the rank could not be built. Return whether the run goes on: the rank may be
+        """Note a failure; `unbuilt`: the rank could not be built. Return whether the run continues: the rank may be
         started again or left out. It counts as failed only after `grace_s`: what it sent before may still be on its
         way."""
         place = evidence.role, evidence.rank

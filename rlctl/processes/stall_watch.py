@@ -79,7 +79,7 @@ class StallWatch:
         return time.monotonic() - self._moved_at
 
     def look(self, waiting: Mapping[Place, Waiting]) -> Stall | None:
-        """Return the stall of ranks with a pending reply, if there is one; the clock then starts anew. Call often."""
+        """Return the stall of ranks with a pending reply, if there is one; the clock then starts again. Call often."""
         now = time.monotonic()
         missed_s, self._looked_at = now - self._looked_at, now
         if missed_s > _MISSED_S:

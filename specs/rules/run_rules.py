@@ -53,7 +53,7 @@ def _run_ahead(spec: RlSpec) -> Iterator[Problem]:
 
 
 def _in_flight(spec: RlSpec) -> Iterator[Problem]:
-    """Weights that reach open completions need some that are open, and an engine that goes on with them."""
+    """Weights that reach open completions need some that are open, and an engine that continues with them."""
     key, rollout = "rollout.in_flight", spec.rollout
     if not rollout.in_flight:
         return

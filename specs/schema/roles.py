@@ -20,7 +20,7 @@ tokens of its own, one that samples with a learner's weights, the prompts, or wh
 # What a model ends in: logits of the next token; or one number for each token, which is a critic's value of what comes
 # after it, or, at a sequence's last token, a reward model's score.
 HeadKind = Literal["lm", "value", "reward"]
-HEADS_OF_FILES: frozenset[HeadKind] = frozenset({"reward"})  # those that are made anew only to learn
+HEADS_OF_FILES: frozenset[HeadKind] = frozenset({"reward"})  # those that are built from scratch only to learn
 # File of a checkpoint with what an exported model must repeat.
 PROOF_FILES: dict[HeadKind, str] = {
     "lm": "greedy_proof.json",

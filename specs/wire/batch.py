@@ -21,7 +21,7 @@ What `generate` was given, for the first turn of both and then for the second tu
 
     tokens_T           [5, 3 | 5, 3]   [5, 3, 8, 2, 6, 6]   any tokens; all of them have mask 0 in what comes back
     prefix_B           [0, 0]          [1]                  equal prompts, whose computation may be shared
-    position_B         [0, 0]          [2]                  tokens drawn so far: random numbers go on, not again
+    position_B         [0, 0]          [2]                  tokens drawn so far: random numbers continue, not again
     greedy_B                                            optional: samples that take the likeliest token at each place
     group_B, rollout_B, id_B, row_B    as above, in every turn
 

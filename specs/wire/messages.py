@@ -62,7 +62,7 @@ class Verb(StrEnum):
     PROBE = "probe"
 
 
-# They may go on for long without counting what is done: only their deadline judges them.
+# They may continue for long without counting what is done: only their deadline judges them.
 UNCOUNTED_VERBS = frozenset({Verb.BUILD, Verb.OPEN_DATA, Verb.SAVE, Verb.LOAD})
 
 

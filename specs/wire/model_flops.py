@@ -59,7 +59,7 @@ class DecoderSize:
 
     def sequence_flops(self, length: ArrayLike) -> NDArray[np.float64]:
         """Count the FLOPs of training on the first `length` tokens of a sequence, the head aside: forward and backward.
-        What a sequence that goes on from there adds is the difference of two."""
+        What a sequence that continues from there adds is the difference of two."""
         n = np.asarray(length, dtype=np.float64)
         seen = self.layers * n * (n + 1) / 2
         if self.window_layers:

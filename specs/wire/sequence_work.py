@@ -46,7 +46,7 @@ class SequenceWork:
         mask_T = batch["loss_mask_T"] != 0
         if mask_T[offsets[:-1][length_B > 0]].any():
             raise BatchError("loss_mask_T marks the first token of a sequence, which no token predicts")
-        # Runs of loss tokens, none of which goes on from one sequence to the next.
+        # Runs of loss tokens, none of which continues from one sequence to the next.
         begin, end = np.flatnonzero(np.diff(mask_T, prepend=False, append=False)).reshape(-1, 2).T
         first, last = np.searchsorted(begin, offsets[:-1]), np.searchsorted(begin, offsets[1:])
         loss_tokens = np.concatenate([[0], np.cumsum(end - begin)])

@@ -46,7 +46,7 @@ class Actor(Learner):
         return self.exporter.write(call.body.bucket), {}
 
     def export_end(self, call: Request[bodies.ExportEnd], emit: Emit) -> Reply:
-        """End a pass: all readers are done; with `broken_off`, one is gone, and the next pass begins with all anew."""
+        """End a pass: all readers are done; with `broken_off`, one is gone, and the next begins with all."""
         if not call.body.broken_off:
             self.exporter.end()
         elif self._exporter is not None:

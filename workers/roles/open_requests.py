@@ -25,7 +25,7 @@ class Stretch:
 
 
 class OpenRequests:
-    """Requests that an engine is to complete. While it is suspended, its weights may change; then each goes on behind
+    """Requests that an engine is to complete. While it is suspended, its weights may change; then each continues behind
     what it has written, all of which is computed with the new weights."""
 
     def __init__(self, engine: RolloutEngine) -> None:

@@ -144,7 +144,7 @@ class Reward:
         return self._runner.episodes(call, emit)
 
     def turns(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
-        """Let episodes go on with what the sampler wrote."""
+        """Let episodes continue with what the sampler wrote."""
         assert self._runner is not None, "the spec has no environment"
         self._runner.turns(call)
         activity.count("turn", len(call.batch))

@@ -77,7 +77,7 @@ class HostLeader:
         return _cut(self._segment, count)
 
     def hand_on(self) -> None:
-        """The next window is filled. A follower that has died is the driver's to name: the others go on."""
+        """The next window is filled. A follower that has died is the driver's to name: the others continue."""
         for follower in self._followers:
             with contextlib.suppress(PeerGone):
                 follower.send(1)

@@ -17,7 +17,7 @@ from backends import activity
 from specs.errors import PeerGone, PeerLate
 from specs.memory_parts import BLOCKS
 
-PATIENCE_S = 300.0  # for one piece, or one peer; one that stands still for so long will not go on
+PATIENCE_S = 300.0  # for one piece, or one peer; one that makes no progress for so long is lost
 SPIN_S = 200e-6  # before an end sleeps: one that works is done sooner, and waking takes as long on a virtual machine
 _SIGNAL = b"\0"
 _UNREAD = BLOCKS  # signals that an end may owe
@@ -43,7 +43,7 @@ class Reaching:
 class UnixPeer:
     """The other end, which sends one signal for each unit of the stream. `name` is what errors call it.
 
-    All that waits for it or writes to it raises PeerGone when it has left, PeerLate when it does not go on."""
+    All that waits for it or writes to it raises PeerGone when it has left, PeerLate when it does not continue."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
         connected.setblocking(False)

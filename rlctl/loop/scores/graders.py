@@ -32,7 +32,7 @@ class Grading:
     answer: Message | None = None
 
     def result(self) -> Message:
-        """Wait for what is said of them. Raises RoleFailure when a rank fails that the run cannot go on without."""
+        """Wait for their scores. Raises RoleFailure when a rank fails that the run cannot continue without."""
         while self.answer is None:
             self.group.tick()
         return self.answer

@@ -130,7 +130,7 @@ class RolloutTable(EngineTable):
     parallel_on_cpu: ClassVar[bool | None] = None
     """Whether `devices_per_process` above one also cuts the model on the CPU."""
     suspends: ClassVar[bool] = False
-    """Whether completions go on with other weights than they began with, which `rollout.in_flight` needs."""
+    """Whether completions continue with other weights than they began with, which `rollout.in_flight` needs."""
 
     def memory(self, replica: Replica) -> Iterable[Part] | None:
         """Yield all that a replica holds, on each of its GPUs. None: not known."""
