@@ -23,15 +23,15 @@ url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 request = urllib.request.Request(url, json.dumps(body).encode(), headers)
 print(urllib.request.urlopen(request).read())
 """
-# Name → program, how it behaves, what else its section says.
-AGENTS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "sound": ("python", "tools", {}),
-    "no program": ("no-such-program", "asks", {}),
-    "ends at once": ("python", "nothing", {}),
-    "no folder": ("python", "asks", {"cwd": "nowhere"}),
-    "no room for a turn": ("python", "asks", {"max_episode_tokens": 36}),
-    "no room for its tools": ("python", "tools", {"max_episode_tokens": 31}),
-    "a reward that raises": ("python", "asks", {"reward": "score.py:score"}),
+# Name → program, how it behaves, `max_episode_tokens`, what else the agent's table says
+AGENTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "sound": ("python", "tools", 200, {}),
+    "no program": ("no-such-program", "asks", 200, {}),
+    "ends at once": ("python", "nothing", 200, {}),
+    "no folder": ("python", "asks", 200, {"cwd": "nowhere"}),
+    "no room for a turn": ("python", "asks", 36, {}),
+    "no room for its tools": ("python", "tools", 31, {}),
+    "a reward that raises": ("python", "asks", 200, {"reward": "score.py:score"}),
 }
 PROBLEMS = [
     ("no program", "agent", "no-such-program cannot be run"),
