@@ -34,13 +34,14 @@ def is_loopback(address: str) -> bool:
 def none_beyond_loopback() -> Iterator[dict[tuple[str, int], str]]:
     """Inside, no process that this one starts may listen where another host could reach it. Gives those that do, as
     they are seen."""
-    before, done = _reachable(), threading.Event()
+    known, done = _reachable(), threading.Event()
     seen: dict[tuple[str, int], str] = {}
 
     def watch() -> None:
         while not done.wait(_PERIOD_S):
-            if _reachable() - before:  # which process's it is takes longer to find
+            if new := _reachable() - known:  # which process's it is takes long to find: once for each
                 seen.update((where, who) for where, who in listeners().items() if not is_loopback(where[0]))
+                known.update(new)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -45,6 +45,7 @@ PATCHES = "# It patches modules, whether they are imported already or not.\n"
 # Modules that may run in a fork. Others, and interpreters and sitecustomize files of a test's own, are really started.
 TORCHRUN = ("torch.distributed.run", "backends.torchrun")
 SGLANG = ("backends.sglang_rollout.server_process", "sglang.launch_server")  # the first becomes the second by exec
+OF_A_SWEEP = "from rlctl.cli import main"  # what is run with -c
 MODULES = ("rlctl", "workers.main", "workers.offline.", *TORCHRUN, *SGLANG)
 IMPORTED = (
     "transformers.models.qwen2.modeling_qwen2",
@@ -234,7 +235,9 @@ def may_be_forked(command: Sequence[str], env: Mapping[str, str]) -> bool:
     if not command or command[0] != sys.executable:
         return False
     words = [word for word in command[1:] if word != "-u"]
-    if words[0] == "-m":
+    if words[0] == "-c":
+        known = OF_A_SWEEP in words[1]
+    elif words[0] == "-m":
         known = any(words[1] == name or (name.endswith(".") and words[1].startswith(name)) for name in MODULES)
     else:
         known = words[0].endswith(".py")
@@ -263,9 +266,12 @@ def become(
         if _sites(env):
             sys.modules.pop("sitecustomize", None)
             import_module("sitecustomize")
-        if words[0] == "-m" and words[1] in ("rlctl", *TORCHRUN):
+        if words[0] == "-c" or (words[0] == "-m" and words[1] in ("rlctl", *TORCHRUN)):
             _open_nursery()
-        if words[0] == "-m":
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
+        elif words[0] == "-m":
             if words[1] == SGLANG[0]:
                 os.execv = _go_on_as
             sys.argv = words[1:]

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-import running
 from running import metrics, preset
 from running import warm_rlctl as rlctl
 
@@ -45,7 +44,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     spec = preset("megatron-cpu", folder)
     more = ("--set", "run.steps=2", "--set", f"critic={{{CRITIC}}}")
-    done = running.rlctl("train", spec, "--run-dir", folder / "run", *SETTINGS, *more)
+    done = rlctl("train", spec, "--run-dir", folder / "run", *SETTINGS, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     return spec, folder / "run"
 
