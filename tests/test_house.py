@@ -51,27 +51,27 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_671,
+        6_150,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (5_150, 4_300, ("specs/schema",)),
-    "memory": (1_150, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_600, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_402, 2_000, ("rlctl/show",)),
-    "run": (3_150, 2_200, ("rlctl/run",)),
-    "grading": (1_600, 1_400, ("workers/grading",)),
+    "schema": (5_090, 4_300, ("specs/schema",)),
+    "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
+    "processes": (4_530, 3_500, ("rlctl/processes", "workers/*.py")),
+    "show": (2_310, 2_000, ("rlctl/show",)),
+    "run": (2_990, 2_200, ("rlctl/run",)),
+    "grading": (1_590, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        3_780,
+        3_740,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_410, 15_000, ("backends",)),
-    "four packages": (59_830, 50_000, WINGS),
-    "scripts": (3_125, 3_000, ("scripts",)),
-    "tests with their cases": (45_560, 38_000, ("tests",)),
-    "docs": (3_930, 3_500, ("docs",)),
+    "engines, packing, weights": (16_130, 15_000, ("backends",)),
+    "four packages": (58_130, 50_000, WINGS),
+    "scripts": (3_000, 3_000, ("scripts",)),
+    "tests with their cases": (43_380, 38_000, ("tests",)),
+    "docs": (3_900, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
