@@ -42,6 +42,7 @@ class Dial:
     role: str
     rank: int
     server_key: str  # CURVE public key of the driver, which only this run's ranks know
+    start: int = 0  # how often the rank was started before
 
     @classmethod
     def from_env(cls, role: str, rank: int) -> Dial:
@@ -52,7 +53,7 @@ class Dial:
             server_key = os.environ.pop("RLCTL_CURVE_KEY")
         except KeyError as error:
             raise ChannelError(f"{error.args[0]} is not set", hint="a rank is started by `rlctl train`") from None
-        return cls(address, secret, role, rank, server_key)
+        return cls(address, secret, role, rank, server_key, int(os.environ.get("RLCTL_START", "0")))
 
 
 class Link:
@@ -84,8 +85,9 @@ class Link:
         dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_public(secret), secret
         dealer.curve_serverkey = dial.server_key.encode()
         dealer.connect(dial.address)
-        who = {"role": dial.role, "rank": dial.rank, "pid": os.getpid(), "host": socket.gethostname()}
-        dealer.send_multipart(Message(Kind.HELLO, who).frames())
+        who = {"role": dial.role, "rank": dial.rank, "start": dial.start}
+        greeting = Message(Kind.HELLO, {**who, "pid": os.getpid(), "host": socket.gethostname()})
+        dealer.send_multipart(greeting.frames())
         welcome = self._expect(Kind.WELCOME, timeout_s)
         self._beat_s, self._silence_s = float(welcome.body["beat_s"]), float(welcome.body["silence_s"])
         self._heard = self._polled = self._next_beat = time.monotonic()

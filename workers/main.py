@@ -6,6 +6,7 @@ that sets the same environment.
     RLCTL_CURVE_KEY               CURVE public key of the driver
     RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun and deepspeed
                                   set them, else SLURM_PROCID and SLURM_NTASKS
+    RLCTL_START                   how often this rank was started before; else 0
     RLCTL_LOCAL_SIZE              how many of them are on this host
     RLCTL_GROUP_STORE             file in which ranks that are all on one host meet; else at MASTER_ADDR:MASTER_PORT
     RLCTL_GROUP_SIZE              1 for independent replicas (rollout, reward): RANK and WORLD_SIZE are then hidden

@@ -4,7 +4,7 @@ The driver may be busy for long (saving, plotting); its ranks still hear it, and
 
 A connection with the run's keys introduces itself first:
 
-rank → driver   HELLO      role, rank, pid, host
+rank → driver   HELLO      role, rank, start, pid, host
 driver → rank   WELCOME    heartbeat interval, and how much silence counts as death; or ERROR
 """
 
@@ -111,7 +111,7 @@ class Hub:
         self._beat_s = min(_MAX_BEAT_S, heartbeat_timeout_s / 4)
         silence_s = max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
         self._welcome = Message(Kind.WELCOME, {"beat_s": self._beat_s, "silence_s": silence_s})
-        self._expected: set[tuple[str, int]] = set()  # role, rank
+        self._expected: dict[tuple[str, int], int] = {}  # role, rank → how often it was started again
         _allow_open_files(_OPEN_FILES)
         self._keys = _RunKeys.make()
         self._context = zmq.Context()
@@ -142,24 +142,27 @@ class Hub:
     def expect(self, role: str, size: int) -> None:
         """Let ranks 0 … size-1 of a role join. Nobody else may."""
         with self._lock:
-            self._expected.update((role, rank) for rank in range(size))
+            self._expected |= {(role, rank): 0 for rank in range(size)}
 
     def expect_no_more(self, role: str, rank: int) -> None:
         """Refuse a rank that the run continues without, unless it is connected."""
         with self._lock:
             if (role, rank) not in self._identities:
-                self._expected.discard((role, rank))
+                self._expected.pop((role, rank), None)
 
     def send(self, role: str, rank: int, frames: list[Buffer]) -> None:
         """Send a message's frames to a rank; never waits. A rank that is gone misses it."""
         with self._lock:
             self._post(self._identities.get((role, rank)), frames)
 
-    def forget(self, role: str, rank: int) -> None:
-        """Hear nothing more of a rank that is gone; a new process may take its place."""
+    def forget(self, role: str, rank: int) -> int:
+        """Hear nothing more of a rank that is gone; a new process may take its place. Return the number of this start,
+        by which its greeting is told from one of the old process that is still on its way."""
         with self._lock:
+            self._expected[role, rank] = self._expected.get((role, rank), 0) + 1
             self._peers.pop(self._identities.pop((role, rank), b""), None)
             self._events = deque(event for event in self._events if (event.role, event.rank) != (role, rank))
+            return self._expected[role, rank]
 
     def next(self, timeout_s: float) -> Event | None:
         """Return the next event, or None when there is none in time."""
@@ -246,11 +249,14 @@ class Hub:
         try:
             body = message.body
             member = Member(str(body["role"]), int(body["rank"]), int(body["pid"]), str(body["host"]))
+            start = int(body["start"])
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ChannelError("its greeting is incomplete") from None
         place = (member.role, member.rank)
         if place not in self._expected:
             raise ChannelError(f"this run expects no {member.role!r} rank {member.rank}")
+        if start != self._expected[place]:
+            raise ChannelError(f"{member.role} rank {member.rank} was started again since this process")
         if place in self._identities:
             raise ChannelError(f"{member.role} rank {member.rank} is already here")
         return member

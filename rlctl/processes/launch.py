@@ -29,7 +29,7 @@ Place = tuple[str, int]  # role, rank
 
 _OUR_VARIABLES = (
     *("RLCTL_LOG_DIR", "RLCTL_DUMP_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_GROUP_STORE"),
-    *("RLCTL_CURVE_KEY", "RLCTL_DEVICES", "RLCTL_LOCAL_SIZE"),
+    *("RLCTL_CURVE_KEY", "RLCTL_DEVICES", "RLCTL_LOCAL_SIZE", "RLCTL_START"),
 )
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
 SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
@@ -100,7 +100,7 @@ class Launcher:
 
     def start_rank(self, plan: RolePlan, rank: int, group: Mapping[str, str] | None = None, port: str = "") -> None:
         """Start a rank that has a process of its own. One on another host ends where that host is not there, or cannot
-        do its part. `group`, `port`: variables and meeting port of ranks that compute together."""
+        do its part. `group`, `port`: more variables, and the meeting port of ranks that compute together."""
         log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
         place = {**(group or {}), **_place(plan, rank, port)}
         if (node := plan.remote_of(rank)) is not None:
@@ -123,13 +123,14 @@ class Launcher:
         self._ports.append(held)
         return int(held.getsockname()[1])
 
-    def start_again(self, plan: RolePlan, rank: int, remark: str) -> None:
-        """Start one replica again, after `kill`. Its log continues below a line with the `remark`."""
+    def start_again(self, plan: RolePlan, rank: int, start: int, remark: str) -> None:
+        """Start one replica again, after `kill`. Its log continues below a line with the `remark`. `start`: which time
+        this is."""
         assert plan.launcher == "python", f"{plan.launcher} starts {plan.role} as a whole"
         assert plan.world_size_of_group == 1, f"ranks of {plan.role} need one another"
         with self.log_path(plan.role, rank).open("a", encoding="utf-8") as log_file:
             log_file.write(f"\n── {remark} ──\n")
-        self.start_rank(plan, rank)
+        self.start_rank(plan, rank, {"RLCTL_START": str(start)})
 
     def kill(self, role: str, rank: int, *, wait: bool = True) -> None:
         """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it.

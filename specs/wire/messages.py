@@ -119,7 +119,7 @@ COLUMNS: Mapping[Verb, Columns] = {
 class Kind(StrEnum):
     """Kinds of messages."""
 
-    HELLO = "hello"  # rank → driver: role, rank, pid, host
+    HELLO = "hello"  # rank → driver: role, rank, start, pid, host
     WELCOME = "welcome"  # driver → rank: how often to beat
     CALL = "call"  # driver → rank: verb
     PART = "part"  # rank → driver: a piece of an answer, more to come

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-WHO = {"role": "actor", "rank": 0, "pid": 1, "host": "h", "nonce": "n" * 64}
+WHO = {"role": "actor", "rank": 0, "start": 0, "pid": 1, "host": "h", "nonce": "n" * 64}
 HELLO = json.dumps({"v": 1, "kind": "hello", "verb": None, "call": 0, "body": WHO, "busy": None}).encode()
 KINDS = ("hello", "stream", "key", "idle")
 _MAX_IDLE = 500

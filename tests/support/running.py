@@ -119,10 +119,10 @@ def workers_of(run_dir: Path) -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
-            command, place = process.cmdline(), os.readlink(f"/proc/{process.pid}/fd/1")
+            command, name, place = process.cmdline(), process.name(), os.readlink(f"/proc/{process.pid}/fd/1")
         except (psutil.Error, OSError):
             continue
-        forked = process.name().startswith("rlctl-") and process.name() != "rlctl-node"
+        forked = name.startswith("rlctl-") and name != "rlctl-node"
         if (forked or "workers.main" in command) and str(run_dir) in place:
             found.setdefault(Path(place).parent.name, []).append(process)
     return found

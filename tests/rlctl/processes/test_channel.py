@@ -44,8 +44,8 @@ def test_a_wrong_key_cannot_connect(hub: Hub, wrong: str) -> None:
 def test_a_greeting_that_is_wrong_is_refused(hub: Hub) -> None:
     with _connection(hub) as ask:
         assert ask(Message(Kind.ANSWER, {}, Verb.PING, 1)).kind is Kind.ERROR
-        hello = {"role": "actor", "rank": 0, "pid": 1, "host": "h"}
-        for change in ({"rank": 2}, {"role": "critic"}, {"rank": 1e999}, {"pid": None}):
+        hello = {"role": "actor", "rank": 0, "start": 0, "pid": 1, "host": "h"}
+        for change in ({"rank": 2}, {"role": "critic"}, {"rank": 1e999}, {"pid": None}, {"start": 1}):
             assert ask(Message(Kind.HELLO, {**hello, **change})).kind is Kind.ERROR
         for junk in (b"", b"{}", b"[" * 4000, b'{"v":1}', b"\xff" * 10, b"x" * 2**20):
             assert ask([junk]).kind is Kind.ERROR
@@ -53,6 +53,9 @@ def test_a_greeting_that_is_wrong_is_refused(hub: Hub) -> None:
         assert hub.next(0.2) is None
         link = _join(hub)
         assert "already here" in ask(Message(Kind.HELLO, hello)).body["message"]
+        assert hub.forget("actor", 0) == 1
+        late = ask(Message(Kind.HELLO, hello))  # the old process's, which came when it was gone
+        assert "was started again since" in late.body["message"]
         link.close()
 
 
@@ -63,7 +66,7 @@ def test_hundreds_of_ranks_may_come_at_once() -> None:
         dealers = [_dealer(hub, context) for _ in range(count)]
         with hub._lock:  # busy meanwhile
             for rank, dealer in enumerate(dealers):
-                who = {"role": "rollout", "rank": rank, "pid": 1, "host": "h"}
+                who = {"role": "rollout", "rank": rank, "start": 0, "pid": 1, "host": "h"}
                 dealer.send_multipart(Message(Kind.HELLO, who).frames())
             time.sleep(1.0)
         assert {_next(hub, Member).rank for _ in range(count)} == {*range(count)}

@@ -58,13 +58,13 @@ AGENT = """
     elif how == "leaves":
         ask(prompt)
         for _ in range(3):
-            subprocess.Popen(["sleep", "600"], start_new_session=True)
+            subprocess.Popen(["sleep", "654"], start_new_session=True)
         os.mkdir("locked")
         open("locked/file", "w").close()
         os.chmod("locked", 0o500)
     elif how == "hangs":
         ask(prompt)
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        subprocess.Popen(["sleep", "654"], start_new_session=True)
         time.sleep(600)
     elif how == "fills":
         ask(prompt)
@@ -203,7 +203,7 @@ def test_nothing_is_left_of_many(bench: Bench, how: str, limits: dict[str, Any])
     if how == "fills":
         assert all("MemoryError" in one.notes["output"] for one in found)
     assert {process.pid for process in mine.children(recursive=True)} == before
-    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "600"]]
+    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "654"]]
     assert not bench.left
     assert not bench.pool.folders.exists()
     assert mine.num_fds() <= open_ + 2
