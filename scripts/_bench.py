@@ -1,4 +1,4 @@
-"""What the benchmarks share: a small random model, prompts, and the configs of roles that hold a model.
+"""Parts that the benchmarks share: a small random model, prompts, and the configs of roles that hold a model.
 
 Import it before torch, which reads what it sets.
 """

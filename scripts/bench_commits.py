@@ -43,7 +43,7 @@ MEASURED = re.compile(r"^(time|perf|mem)/|_s$|_GiB$|wait|utilization")
 
 @dataclass
 class Run:
-    """What one run left: its metrics by step, and CPU seconds per counted step of each role."""
+    """Hold what one run left: its metrics by step, and CPU seconds per counted step of each role."""
 
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)

@@ -53,7 +53,7 @@ WORKS = {
 
 
 Timings = dict[str, list[float]]
-"""Of each step after the warm-up."""
+"""Name → a value for each step after the warm-up."""
 RECORDED = {"step_s": "time/step_s", "generate_s": "time/rollout_s", "length": "rollout/length_mean"}
 
 

@@ -98,11 +98,11 @@ class Launcher:
             log_path = folder / f"launcher_{node.host}.log"
             self._start_remote(plan, node, plan.ranks_of(node.node_rank), to_log, log_path)
 
-    def start_rank(self, plan: RolePlan, rank: int, group: Mapping[str, str] | None = None, port: str = "") -> None:
+    def start_rank(self, plan: RolePlan, rank: int, more: Mapping[str, str], port: str = "") -> None:
         """Start a rank that has a process of its own. One on another host ends where that host is not there, or cannot
-        do its part. `group`, `port`: more variables, and the meeting port of ranks that compute together."""
+        do its part. `more`: variables; `port`: the meeting port of ranks that compute together."""
         log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
-        place = {**(group or {}), **_place(plan, rank, port)}
+        place = {**more, **_place(plan, rank, port)}
         if (node := plan.remote_of(rank)) is not None:
             self._start_remote(plan, node, (rank,), place, log_path)
         else:

@@ -38,7 +38,7 @@ class AgentCommand(Table):
     env: dict[NonEmpty, str] = Field(default_factory=dict)
     """Variables besides `PATH`, the locale and an empty `HOME`: nothing else of this machine's is handed on."""
     cwd: NonEmpty = "fresh"
-    """What the working directory begins as: empty (`fresh`), or a copy of a folder, of an archive or of a git bundle,
+    """The working directory at the start: empty (`fresh`), or a copy of a folder, of an archive or of a git bundle,
     relative to the spec file."""
     keep_cwd: bool = False
     """Whether the working directory is kept, in the run's folder `agents`."""
@@ -70,8 +70,8 @@ class EnvironmentSection(Table):
     """`file.py:name` of `async def run(task, client)`, a loop of your own against the sampler; or a program, as
     `{ command = ["mini", "-t", "{prompt}"] }`."""
     learn_from: Literal["main", "all"] = "main"
-    """What an agent asked that is learned from: conversations about the task with the most tools (`main`), or also the
-    titles, summaries and such that it had written beside them (`all`)."""
+    """Requests of an agent that are learned from: conversations about the task with the most tools (`main`), or also
+    the titles, summaries and such that it had written beside them (`all`)."""
     max_turns: int = Field(8, gt=0)
     """Turns of the model in an episode."""
     max_episode_tokens: int = Field(2048, gt=0)

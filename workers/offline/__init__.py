@@ -1,1 +1,1 @@
-"""Processes that need no run: build on meta, one trial update, model export."""
+"""Processes that need no run: build on meta, try code and environments, export a model."""
