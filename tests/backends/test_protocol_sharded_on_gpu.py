@@ -1,8 +1,12 @@
 """Engines with several ranks on a GPU: one rank of each trains, offloads, saves, resumes and exports as `ddp` does on
-the CPU. Where there is no GPU, `ddp` alone is held against itself, so that this file's own code is tried."""
+the CPU, and several train so over NCCL, on one GPU where there are no more. Where there is none, `ddp` alone is held
+against itself, so that this file's own code is tried."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,11 @@ from train_helpers import QWEN2, write_model
 
 from backends.protocol import Rank
 
+WORKER = Path(sharded_worker.__file__)
 pytestmark = [pytest.mark.timeout(300)]
 ON_GPU = [pytest.param(case, "cuda", marks=[pytest.mark.gpu, *needs(1)]) for case in [*ON_ONE_RANK, *FUSED_ON_GPU]]
 IN_FP32 = [param for param in ON_GPU if "bf16" not in str(param.values[0])]
+TWO, FOUR = ([case for case in CASES if case.startswith("4:") is many and "bf16" not in case] for many in (False, True))
 MOVED = [param for param in IN_FP32 if "offload" not in str(param.values[0]) and "critic" not in str(param.values[0])]
 
 
@@ -89,6 +95,50 @@ def test_resume_is_the_step_that_would_have_come(root: Path, case: str, device: 
     trained(root, case, out=f"{case} {device} saves", device=device)
     back = trained(root, "ddp", out=f"{case} {device} back", load=str(root / f"{case} {device} saves" / "state"))
     assert farthest(back.weights, one.weights) < 1e-4
+
+
+def launch(root: Path, ranks: int, cases: list[str], device: str) -> None:
+    """torchrun, with as many ranks on one device as it takes."""
+    jobs = [{"case": case, "out": str(root / f"{case} {device}"), "device": device} for case in cases]
+    file = root / f"jobs{ranks}.json"
+    file.write_text(json.dumps({"model": str(root / "model"), "jobs": jobs}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run([*command, WORKER, file], capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def two(root: Path) -> Path:
+    launch(root, 2, TWO, "cuda")
+    return root
+
+
+@pytest.fixture(scope="module")
+def four(root: Path) -> Path:
+    launch(root, 4, FOUR, "cuda")
+    return root
+
+
+def assert_several_alike(root: Path, case: str) -> None:
+    ours, one = outcome(root, f"{case} cuda"), reference(root, case)
+    assert len(ours.ranks) > 1
+    assert_alike(ours, one, 1e-4)
+    for rank in ours.ranks:
+        np.testing.assert_allclose(np.hstack(rank["proof"]), np.hstack(one.ranks[0]["proof"]), rtol=1e-4)
+    for found, expected in zip(ours.objectives(), one.objectives(), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_over_nccl_train_as_one_on_the_cpu(two: Path, case: str) -> None:
+    assert_several_alike(two, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_over_nccl_train_as_one_on_the_cpu(four: Path, case: str) -> None:
+    assert_several_alike(four, case)
 
 
 def test_every_engine_of_one_rank_is_here() -> None:

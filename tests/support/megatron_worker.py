@@ -204,6 +204,7 @@ def fork(jobs_file: Path, rank: Rank, port: int) -> int:
     code = 1
     try:
         die_with_parent()
+        sharded_worker.share_gpus(rank)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.rank)}
         work(jobs_file, rank)

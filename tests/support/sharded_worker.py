@@ -372,8 +372,16 @@ def keep_what_lives() -> None:
     gc.freeze()
 
 
+def share_gpus(rank: Rank) -> None:
+    """Where there are fewer than ranks: NCCL refuses two ranks of one host on one GPU, so each is on a host of its
+    own."""
+    if torch.cuda.device_count() < rank.world_size:
+        os.environ["NCCL_HOSTID"] = f"rank{rank.rank}"
+
+
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    share_gpus(rank)
     given = json.loads(jobs_file.read_text())
     for job in given["jobs"]:
         keep_what_lives()

@@ -72,23 +72,38 @@ def launch(root: Path, jobs: dict[int, list[dict[str, Any]]]) -> None:
         file = root / f"jobs{processes}.json"
         file.write_text(json.dumps({"model": str(root / "model"), "jobs": those}))
         command += [str(processes), file]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # Ranks are forks: the process before them only counts GPUs, and must not open them.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
     said = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
     assert done.returncode == 0, "\n".join(said)[:6000]
 
 
+def train_references(root: Path) -> dict[str, str]:
+    """`ddp` on one rank of the CPU; what a job says of the model with experts."""
+    write_model(root / "model", QWEN2)
+    four_layers = {**QWEN3_MOE, "num_hidden_layers": 4, "tie_word_embeddings": True, "norm_topk_prob": False}
+    mixture = {"model": str(write_model(root / "mixture", four_layers))}
+    for case, out, more in (
+        ("ddp", "one rank", {}),
+        ("ddp critic", "one rank critic", {}),
+        ("ddp bf16", "one rank bf16", {}),
+        ("ddp", "one rank experts", mixture),
+    ):
+        sharded_worker.run(root / "model", {"case": case, "out": str(root / out), **more}, Rank()).close()
+    return mixture
+
+
+def reference(root: Path, case: str) -> Outcome:
+    kind = " experts" if "experts" in case else " critic" if "critic" in case else ""
+    return outcome(root, f"one rank{kind}")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("megatron")
-    write_model(root / "model", QWEN2)
-    sharded_worker.run(root / "model", {"case": "ddp", "out": str(root / "one rank")}, Rank()).close()
-    sharded_worker.run(root / "model", {"case": "ddp critic", "out": str(root / "one rank critic")}, Rank()).close()
-    sharded_worker.run(root / "model", {"case": "ddp bf16", "out": str(root / "one rank bf16")}, Rank()).close()
-    four_layers = {**QWEN3_MOE, "num_hidden_layers": 4, "tie_word_embeddings": True, "norm_topk_prob": False}
-    mixture = {"model": str(write_model(root / "mixture", four_layers))}
-    one = {"case": "ddp", "out": str(root / "one rank experts"), **mixture}
-    sharded_worker.run(root / "model", one, Rank()).close()
+    mixture = train_references(root)
     resumed = [
         {"case": case, "out": str(root / f"{saved} resumed by {case}"), "load": str(root / saved / "state")}
         for case, saved in [*RESUMED, *RESUMED_MIXED]
@@ -117,7 +132,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_is_that_of_ddp(root: Path, case: str) -> None:
     """Four steps, one of them with data ranks that have nothing, after a step that all skip. Rounding differs: queries,
     keys and values are one multiplication here, and three there."""
-    check_training(outcome(root, case), outcome(root, "one rank critic" if "critic" in case else "one rank"))
+    check_training(outcome(root, case), reference(root, case))
 
 
 @pytest.mark.parametrize("case", [*IN_FP32, *FOUR])
@@ -136,7 +151,7 @@ def test_a_mixture_of_experts_trains_as_by_ddp(root: Path, case: str) -> None:
     """A dense layer and three with experts, which lie on data ranks, on tensor ranks, or on data ranks of two stages
     that have two groups of layers each. Weights of the chosen experts add up to less than 1, unlike in the models that
     are read."""
-    check_training(outcome(root, case), outcome(root, "one rank experts"))
+    check_training(outcome(root, case), reference(root, case))
 
 
 def check_training(ours: Outcome, one: Outcome) -> None:
@@ -275,7 +290,35 @@ def test_the_plan_knows_what_layers_keep(root: Path, name: str) -> None:
     assert planned == pytest.approx(nbytes, rel=0.05)
 
 
-# ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
+# ── on a GPU ──────────────────────────────────────────────────────────────────────────────────────
+
+WITHOUT_TE = [case for case in MEGATRON if "bf16" not in case and "fused" not in case]
+ON_GPU = {ranks: [case for case in WITHOUT_TE if case.startswith("4:") is (ranks == 4)] for ranks in (2, 4)}
+
+
+@pytest.fixture(scope="module")
+def gpu_root(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    if subprocess.run([PYTHON, "-c", "import torch; assert torch.cuda.is_available()"]).returncode:
+        pytest.skip(f"needs a GPU that {PYTHON} can use")
+    root = tmp_path_factory.mktemp("megatron_on_gpu")
+    return root, train_references(root)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "cases"), [(1, ["data"]), *ON_GPU.items()])
+def test_training_over_nccl_is_that_of_ddp_on_the_cpu(
+    gpu_root: tuple[Path, dict[str, str]], ranks: int, cases: list[str]
+) -> None:
+    """On one GPU where there are no more, with Megatron-core's own layers."""
+    root, mixture = gpu_root
+    names = {case: f"{case} on {ranks}" for case in cases}
+    jobs = [
+        {"case": case, "out": str(root / out), "device": "cuda", **(mixture if "experts" in case else {})}
+        for case, out in names.items()
+    ]
+    launch(root, {ranks: jobs})
+    for case, out in names.items():
+        check_training(outcome(root, out), reference(root, case))
 
 
 @pytest.mark.gpu
