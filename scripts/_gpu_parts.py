@@ -542,7 +542,7 @@ def tokens_of(size: Size, folder: Path) -> Any:
 # ── all of them, in order ─────────────────────────────────────────────────────────────────────────
 
 PARTS = (
-    Part("tests", "the tests that need a GPU", 240, run_tests, test_rows, no_pytest),
+    Part("tests", "the tests that need a GPU", 600, run_tests, test_rows, no_pytest),
     Part("run-cuda-ipc", "a colocated GRPO run, 0.5B, weights by CUDA IPC", 120,
          colocated_run("cuda_ipc", "torch"), run_rows, cannot_run),
     Part("run-host", "the same, weights through host memory", 120,

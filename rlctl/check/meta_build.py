@@ -18,7 +18,7 @@ from pathlib import Path
 from rlctl.models.expected import Expected, models_expected
 from rlctl.models.paths import model_folder
 from rlctl.preflight.role_choices import role_attention
-from rlctl.processes.launch import base_environment, python_path
+from rlctl.processes.launch import base_environment, path_for
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
 from specs.schema.rank_groups import devices_of_a_process
@@ -117,7 +117,11 @@ def _start(
     """Start a process that answers for the roles; with `stack` it ends, and all that it started."""
     mark = secrets.token_hex(8)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
-    environment = base_environment() | plan.env | {"PYTHONPATH": python_path(plan, folder), MARK: mark}
+    environment = (
+        base_environment()
+        | plan.env
+        | {"PYTHONPATH": path_for(plan.python, plan.env["PYTHONPATH"], folder), MARK: mark}
+    )
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": devices}
     request = folder / "request.json"
     request.write_text(ProbeRequest(roles=dict(requests)).model_dump_json())

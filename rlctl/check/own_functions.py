@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.preflight.interpreters import own_path
-from rlctl.processes.placement import package_root
+from rlctl.processes.placement import package_path
 from specs.errors import DataError, Problem, RewardError
 from specs.rules.all_rules import with_values
 from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
@@ -90,7 +90,7 @@ def call_functions(
 def offline_environment(own: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a process that tries code of the user's: those of this one, and a role's own."""
     env = {**{name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")}, **own}
-    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
+    env["PYTHONPATH"] = package_path(env.get("PYTHONPATH", ""))
     return env
 
 

@@ -63,8 +63,9 @@ class ModelColumn:
 
 @dataclass
 class UpdateWindow:
-    """Open from the first optimizer step of an RL step to that step's end. What the learners hold then belongs to no
-    step: it must not be saved, and a Ctrl-C waits until the step is over. An error leaves it open."""
+    """Open from the first optimizer step of an RL step to that step's end, when what the learners hold belongs to no
+    step, and while a step is saved, since a save that is broken off leaves nothing. A Ctrl-C waits until it is closed.
+    An error leaves it open: then nothing is saved."""
 
     is_open: bool = False
 

@@ -238,7 +238,7 @@ class Launcher:
         """Return what makes a process a rank of this run, on any host."""
         place = {"RLCTL_RUN_ID": self.run_id, "RLCTL_GROUP_SIZE": str(plan.world_size_of_group)}
         dumps = {"RLCTL_DUMP_DIR": str(self.log_dir.absolute() / plan.role)}
-        return self._home | place | dumps | {"PYTHONPATH": python_path(plan, self.log_dir)}
+        return self._home | place | dumps | {"PYTHONPATH": path_for(plan.python, plan.env["PYTHONPATH"], self.log_dir)}
 
     def _spawn(
         self,
@@ -280,11 +280,12 @@ def base_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *_OUR_VARIABLES)}
 
 
-def python_path(plan: RolePlan, folder: Path) -> str:
-    """Return the plan's path. Where our packages lie in a site-packages folder, another interpreter gets a folder of
-    links to them alone, made in `folder`: it must not see this interpreter's torch."""
-    root, path = package_root(), plan.env.get("PYTHONPATH", str(package_root()))
-    if plan.python == sys.executable or root.name not in ("site-packages", "dist-packages"):
+def path_for(python: str, path: str, folder: Path) -> str:
+    """Return an interpreter's PYTHONPATH from that of this one, which begins with our packages. Where they lie in a
+    site-packages folder, another interpreter gets a folder of links to them alone, made in `folder`: it must not see
+    this interpreter's torch."""
+    root = package_root()
+    if python == sys.executable or root.name not in ("site-packages", "dist-packages"):
         return path
     links = folder / "packages"
     links.mkdir(parents=True, exist_ok=True)

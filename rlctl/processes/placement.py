@@ -156,6 +156,11 @@ def package_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+def package_path(theirs: str) -> str:
+    """Return a PYTHONPATH that begins with our packages."""
+    return os.pathsep.join(part for part in (str(package_root()), theirs) if part)
+
+
 @dataclass(frozen=True)
 class _Planner:
     """Plans roles from what their plans have in common."""
@@ -292,8 +297,7 @@ def _environment(
     if section.launcher == "srun":
         env["RLCTL_DEVICES"] = env["CUDA_VISIBLE_DEVICES"]  # SLURM overwrites the other with all of the job's
     env |= section.env
-    paths = (str(package_root()), section.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
-    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    env["PYTHONPATH"] = package_path(section.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
     return env
 
 

@@ -146,7 +146,7 @@ def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:
 def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: EvalProgress) -> StepRecord:
     done = checkpoint.step if checkpoint else 0
     with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt())
+        interrupt = stack.enter_context(Interrupt(progress.message))
 
         def tick() -> None:
             progress.tick()

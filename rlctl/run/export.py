@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rlctl import __version__
 from rlctl.models.paths import config_of, lineage
 from rlctl.models.run_export import NOTE
+from rlctl.processes.launch import path_for
+from rlctl.processes.placement import package_path
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.publish.hub_push import find_repo, push
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 STALL_S = 3600.0
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-ROOT = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
 
@@ -204,7 +205,8 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, sizes: Mapping
 
 
 def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
-    ours = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+    path = path_for(python, package_path(os.environ.get("PYTHONPATH", "")), scratch)
+    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     answer, log = scratch / "answer.json", scratch / "log.txt"
     with open(log, "w") as output:
         process = subprocess.Popen(

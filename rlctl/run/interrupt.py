@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -23,8 +23,10 @@ class Interrupt:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
         self.count, self.name = 0, ""
+        self._told = False
         self._last = -SAME_PRESS_S
         self._before: dict[int, Any] = {}
 
@@ -43,6 +45,9 @@ class Interrupt:
             self.count, self.name, self._last = self.count + 1, signal.Signals(number).name, now
 
     def check(self, *, finish_first: bool = False) -> None:
+        if finish_first and self.count == 1 and not self._told:
+            self._told = True
+            self.say(f"{self.name}: an update or a save is finished first (once more ends the run at once)")
         if self.count > (1 if finish_first else 0):
             raise Interrupted(f"interrupted ({self.name})", hint="continue with the same command and --resume")
 

@@ -160,7 +160,7 @@ def attempt(run: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> Non
     progress.start_at(begun.step if begun else 0)
     window = UpdateWindow()
     with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt())
+        interrupt = stack.enter_context(Interrupt(progress.message))
 
         def tick() -> None:
             progress.tick()
@@ -284,7 +284,9 @@ class Steps:
             self.progress.step(record.metrics)
             self.report.follow(step)
         if step % spec.checkpoint.every == 0 or last:
+            self.driver.window.open()
             self.saver.save(self.driver, step)
+            self.driver.window.close()
         self.interrupt.check()
 
     def _log(self, metrics: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> None:
@@ -303,7 +305,8 @@ class Steps:
         if self.done <= max(self.saver.saved, 0):
             return
         if self.driver.window.is_open:
-            self.progress.warning(f"{why} within an update: steps after {max(self.saver.saved, 0)} are not saved")
+            kept = max(self.saver.saved, 0)
+            self.progress.warning(f"{why} within an update or a save: steps after {kept} are not saved")
             return
         self.progress.message(f"{why}: saving the last finished step (Ctrl-C drops it)")
         self.interrupt.forget()

@@ -10,11 +10,11 @@ import sys
 
 import psutil
 import pytest
-from running import start, wait_for
+from running import REPO, start, wait_for
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run import checkpoints
-from rlctl.run.export import _follow, export, own_dtype
+from rlctl.run.export import _follow, _run, export, own_dtype
 from specs.errors import CheckpointError, ExportError, UsageError
 from workers.offline import export_model
 from workers.saved_files import settle
@@ -61,6 +61,17 @@ def test_a_failure_leaves_nothing_and_says_why(run, tmp_path):
     with pytest.raises(ExportError, match=r"actor has no model-\*\.safetensors"):
         export(run, tmp_path / "out", None, "actor", "fp32")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_process_sees_what_pythonpath_adds(tmp_path, monkeypatch):
+    """As the ranks do: clusters have packages there."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nprintf %s "$PYTHONPATH" >{tmp_path}/seen\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", "/of/a/module")
+    with pytest.raises(ExportError, match="ended with code 1"):
+        _run(str(python), tmp_path, print)
+    assert (tmp_path / "seen").read_text() == f"{REPO}:/of/a/module"
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ from specs.errors import Interrupted
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper passes it on, too: the update that has begun is finished all the same, and its step saved."""
-    with Interrupt() as interrupt:
+    told: list[str] = []
+    with Interrupt(told.append) as interrupt:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-        interrupt.check(finish_first=True)
+        for _ in range(2):
+            interrupt.check(finish_first=True)
+        assert told == ["SIGINT: an update or a save is finished first (once more ends the run at once)"]
         monkeypatch.setattr(module, "SAME_PRESS_S", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted, match=r"interrupted \(SIGINT\)"):
@@ -27,12 +30,12 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatc
 def test_nohup_is_heeded():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupt() as interrupt:
+        with Interrupt(print) as interrupt:
             os.kill(os.getpid(), signal.SIGHUP)
             interrupt.check()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with Interrupt() as interrupt:
+        with Interrupt(print) as interrupt:
             os.kill(os.getpid(), signal.SIGHUP)
             with pytest.raises(Interrupted, match=r"interrupted \(SIGHUP\)"):
                 interrupt.check()

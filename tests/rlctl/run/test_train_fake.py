@@ -222,6 +222,32 @@ def test_a_terminal_that_hangs_up_costs_no_step_and_the_run_continues_from_there
     assert "step 0/" not in again.stdout, "it begins where it was"
 
 
+SAVES_SLOWLY = """
+import time
+import backends.fake.fake_train as m
+save = m.FakeTrainEngine.save
+def slow(self, folder):
+    (folder / "begun").touch()
+    time.sleep(1.5)
+    (folder / "begun").unlink()
+    return save(self, folder)
+m.FakeTrainEngine.save = slow
+"""
+
+
+def test_a_save_that_has_begun_is_finished(spec, tmp_path):
+    """Broken off, it would leave nothing, and ranks that write where nobody looks any more."""
+    plot, run = tmp_path / "plot", tmp_path / "run"
+    plot.mkdir()
+    (plot / "sitecustomize.py").write_text(SAVES_SLOWLY)
+    driver = start("train", spec, "--run-dir", run, *FOREVER, *settings(f'actor.env.PYTHONPATH="{plot}"'))
+    wait_for(lambda: any(run.glob("checkpoints/.tmp_step_000002/actor/begun")), 150, "the save")
+    driver.send_signal(signal.SIGTERM)
+    told = driver.communicate(timeout=200)[0]
+    assert (driver.returncode, "not saved" in told) == (130, False), told
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+
+
 # ── sabotage: faults that a run must catch by itself ──────────────────────────────────────────────
 
 # A rollout that keeps its first weights, though it answers as if it had loaded the new ones.
