@@ -8,89 +8,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_clients import CLIENTS, HARNESSES, Client
 from agent_gateway import END, TASK, Sampler, Served, new_episode
 
 from workers.chat.tool_calls import ToolCall
-from workers.environments.harness import MODEL_NAME
 from workers.episodes.trajectory import Sample, SampledTurn, Task
 from workers.episodes.turn_tree import TurnTree
 from workers.gateway.chat_request import ChatReply
 from workers.gateway.gateway_server import WIRES, Gateway
 
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 ANSWER, FOUND = "The answer is forty-two.", "found-it-42"
 SHELLS = ("bash", "shell", "run_shell_command", "exec_command")
-Setup = Callable[[Path, str, str], Mapping[str, str]]
-
-
-@dataclass(frozen=True)
-class Harness:
-    """How one is started on a task. `setup` writes what it reads in its home, and returns variables. `submit`: the
-    command that ends one which takes no answer without a call."""
-
-    command: tuple[str, ...]
-    setup: Setup = lambda home, base, key: {}
-    wire: str = "chat"
-    submit: str = ""
-
-
-def _codex(home: Path, base: str, key: str) -> Mapping[str, str]:
-    (home / ".codex").mkdir()
-    (home / ".codex" / "config.toml").write_text(
-        f'model = "{MODEL_NAME}"\nmodel_provider = "own"\n'
-        '[model_providers.own]\nname = "own"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
-        f'base_url = "{base}"\n'
-    )
-    return {}
-
-
-def _opencode(home: Path, base: str, key: str) -> Mapping[str, str]:
-    options = {"baseURL": base, "apiKey": key}
-    models = {MODEL_NAME: {"name": MODEL_NAME, "limit": {"context": 200000, "output": 4096}}}
-    provider = {"own": {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}}
-    config = {"provider": provider, "model": f"own/{MODEL_NAME}", "autoupdate": False, "permission": {"*": "allow"}}
-    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-
-
-def _pi(home: Path, base: str, key: str) -> Mapping[str, str]:
-    folder = home / ".pi" / "agent"
-    folder.mkdir(parents=True)
-    model = {"id": MODEL_NAME, "contextWindow": 200000, "maxTokens": 4096}
-    own = {"baseUrl": base, "api": "openai-completions", "apiKey": key, "models": [model]}
-    (folder / "models.json").write_text(json.dumps({"providers": {"own": own}}))
-    return {"PI_OFFLINE": "1"}
-
-
-def _mini(home: Path, base: str, key: str) -> Mapping[str, str]:
-    cost = {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1"}
-    return {"OPENAI_API_BASE": base, **cost}
-
-
-HARNESSES: Mapping[str, Harness] = {
-    "claude": Harness(
-        ("claude", "-p", TASK, "--allowedTools", "Bash"),
-        lambda *_: {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
-        "messages",
-    ),
-    "codex": Harness(
-        ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK),
-        _codex,
-        "responses",
-    ),
-    "qwen": Harness(("qwen", "-p", TASK, "--yolo", "--auth-type", "openai"), lambda *_: {"OPENAI_MODEL": MODEL_NAME}),
-    "opencode": Harness(("opencode", "run", TASK), _opencode),
-    "pi": Harness(("pi", "-p", "--provider", "own", "--model", MODEL_NAME, TASK), _pi),
-    "mini": Harness(
-        ("mini", "-t", TASK, "-m", f"openai/{MODEL_NAME}", "--yolo", "--exit-immediately"), _mini, submit=SUBMIT
-    ),
-}
 
 
 @dataclass
@@ -123,26 +57,26 @@ def call_of(function: Mapping[str, Any], command: str) -> str:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_harness_learns_from_what_was_sampled(tmp_path: Path, name: str) -> None:
-    harness = HARNESSES[name]
-    if shutil.which(harness.command[0]) is None:
-        pytest.skip(f"{harness.command[0]} is not on the PATH")
-    asyncio.run(_try(tmp_path, harness))
+    client = CLIENTS[name]
+    if client.missing():
+        pytest.skip(f"{client.needs} is neither on the PATH nor can be imported")
+    asyncio.run(_try(tmp_path, client))
 
 
-async def _try(folder: Path, harness: Harness) -> None:
+async def _try(folder: Path, client: Client) -> None:
     home, cwd = folder / "home", folder / "cwd"
     home.mkdir()
     cwd.mkdir()
-    gateway, sampler = Gateway(), Scripted([""], submit=harness.submit)
+    gateway, sampler = Gateway(), Scripted([""], submit=client.submit)
     await gateway.start()
     try:
         episode = new_episode(gateway, sampler, max_episode_tokens=400_000)
         sampler.episode = episode
         served = Served(gateway, episode, sampler, gateway.open(episode))
-        more = harness.setup(home, served.openai, served.key)
+        more = client.setup(home, served.openai, served.key)
         env = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **served.variables, **more}
         process = await asyncio.create_subprocess_exec(
-            *harness.command, cwd=cwd, env=env, start_new_session=True,
+            *client.started_on(TASK), cwd=cwd, env=env, start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -156,7 +90,7 @@ async def _try(folder: Path, harness: Harness) -> None:
         about = json.dumps([(turn.request.wire, turn.sample, turn.learned, turn.delivered) for turn in turns])
         learned = [turn for turn in turns if turn.learned]
         assert len(learned) >= 2, f"{about}\n{said[-3000:]}\n{episode._refused}"
-        assert {turn.request.wire for turn in learned} == {harness.wire}
+        assert {turn.request.wire for turn in learned} == {client.wire}
         # One sample, whose ids are the sampler's own, turn by turn.
         (number,) = {turn.sample for turn in learned}
         sample = served.samples[number]
@@ -165,7 +99,7 @@ async def _try(folder: Path, harness: Harness) -> None:
         assert served.written(sample) == "".join(served.text(tokens) for tokens in drawn)
         told = [str(message["content"]) for message in learned[1].request.messages if message["role"] == "tool"]
         assert any(FOUND in text for text in told), told
-        assert (harness.submit or ANSWER) in served.text(drawn[-1])
+        assert (client.submit or ANSWER) in served.text(drawn[-1])
     finally:
         await gateway.close()
 
@@ -174,7 +108,7 @@ async def _try(folder: Path, harness: Harness) -> None:
 REQUESTS = Path(__file__).parent / "requests"
 
 
-@pytest.mark.parametrize("name", HARNESSES)
+@pytest.mark.parametrize("name", sorted(path.stem for path in REQUESTS.iterdir()))
 def test_what_a_harness_sends_goes_on_from_what_was_sampled(name: str) -> None:
     asyncio.run(_replay(name))
 
