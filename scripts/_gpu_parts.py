@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specs.wire.model_flops import DecoderSize, train_flops
+from specs.wire.model_flops import DecoderSize
 
 ROOT = Path(__file__).resolve().parent.parent
 Figures = dict[str, Any]
@@ -414,7 +414,7 @@ def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
         loss_tokens = sum(lengths) - PROMPT * len(lengths)
         counted = DecoderSize.of(config)
         assert counted is not None
-        flops = train_flops(counted, lengths, loss_tokens)
+        flops = float(counted.sequence_flops(lengths).sum() + counted.head_flops(loss_tokens))
         found: Figures = {"flops": flops, "tokens": sum(lengths), "sides": {}}
         for name, make in sides.items():
             found["sides"][name] = side(size, make, sum(lengths), flops)

@@ -78,10 +78,14 @@ class NotHere(Problem):
     """Name something that this machine does not have or cannot reach, and another may."""
 
 
-class SpecError(RlctlError):
-    """The run spec is broken: TOML, schema, arithmetic, or a file that it names."""
+class InputError(RlctlError):
+    """Something that a person gave cannot be used."""
 
     exit_code = 2
+
+
+class SpecError(InputError):
+    """The run spec is broken: TOML, schema, arithmetic, or a file that it names."""
 
     def __init__(self, problems: Sequence[Problem] | str, *, hint: str = "") -> None:
         listed = [Problem("", problems, hint)] if isinstance(problems, str) else list(problems)
@@ -89,40 +93,28 @@ class SpecError(RlctlError):
         super().__init__("\n".join(str(problem) for problem in listed))
 
 
-class UsageError(RlctlError):
+class UsageError(InputError):
     """The command line was used in a way that cannot work (a file in the way, a wrong folder)."""
 
-    exit_code = 2
 
-
-class DataError(RlctlError):
+class DataError(InputError):
     """A data file or a row of it cannot be used; the message names file and row."""
 
-    exit_code = 2
 
-
-class ModelError(RlctlError):
+class ModelError(InputError):
     """A model folder or its tokenizer cannot be used."""
 
-    exit_code = 2
 
-
-class RewardError(RlctlError):
+class RewardError(InputError):
     """A reward function cannot be imported or called."""
 
-    exit_code = 2
 
-
-class RunDirError(RlctlError):
+class RunDirError(InputError):
     """A run directory is in use, is not empty, or belongs to another spec."""
 
-    exit_code = 2
 
-
-class CheckpointError(RlctlError):
+class CheckpointError(InputError):
     """A checkpoint is missing, torn, or belongs to another model."""
-
-    exit_code = 2
 
 
 class BatchError(RlctlError):

@@ -68,7 +68,7 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
 def _attention(section: Any, decision: Decision) -> dict[str, Any]:
     """Return what is certain of a role's attention. On another host's GPU, or one that nobody could ask, `auto` may
     find what was not to be known here."""
-    known = not section.devices or (section.nodes == 1 and gpu_capability() is not None)
+    known = not section.devices or (section.nodes == 1 and gpu_capability(section.devices) is not None)
     found: dict[str, Any] = {}
     if decision.implementation and (decision.asked != "auto" or known):
         found["attn_implementation"] = decision.implementation

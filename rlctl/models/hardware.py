@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,18 +28,19 @@ def _smi(*query: str) -> list[str] | None:
         return None
 
 
-def _least(field: str) -> float | None:
+def _least(field: str, *which: str) -> float | None:
     """Return the least value of a field over the GPUs here; None where it is not known."""
-    lines = _smi(f"--query-gpu={field}", "--format=csv,noheader,nounits")
+    lines = _smi(f"--query-gpu={field}", "--format=csv,noheader,nounits", *which)
     try:
         return min(map(float, lines)) if lines else None
     except ValueError:
         return None
 
 
-def gpu_capability() -> tuple[int, int] | None:
-    """Return the lowest compute capability of this machine's GPUs; None without a GPU, or without an answer."""
-    found = _least("compute_cap")
+def gpu_capability(devices: Sequence[int]) -> tuple[int, int] | None:
+    """Return the lowest compute capability of these GPUs of this machine; None where one is not there, or without an
+    answer."""
+    found = _least("compute_cap", f"--id={','.join(map(str, devices))}") if devices else None
     return None if found is None else (int(found), round(found % 1 * 10))
 
 

@@ -31,7 +31,7 @@ def _at_hand(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> AtH
     section, config = spec.role(role), config_of(spec.model_path(role), spec_dir)
     if elsewhere:
         return AtHand(config)
-    capability = gpu_capability() if section.devices and section.nodes == 1 else None
+    capability = gpu_capability(section.devices) if section.nodes == 1 else None
     return AtHand(config, packages_of(section, spec_dir), capability, own_path(section, spec_dir) or sys.executable)
 
 
@@ -46,7 +46,7 @@ def choice_problems(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> I
             yield Problem(key, found.problem, found.hint)
     for role, section in spec.sections():
         is_auto = bool(section.devices) and getattr(section, "dtype", None) == "auto" and not elsewhere
-        capability = gpu_capability() if is_auto and section.nodes == 1 else None
+        capability = gpu_capability(section.devices) if is_auto and section.nodes == 1 else None
         if capability is not None and capability < (8, 0):
             message = "auto is bf16 on GPUs, and those of this machine do not compute in it"
             yield Problem(f"{role}.dtype", message, f'set {role}.dtype = "fp32"', '"auto"')

@@ -58,8 +58,9 @@ class DecoderSize:
         )
 
     def sequence_flops(self, length: ArrayLike) -> NDArray[np.float64]:
-        """Count the FLOPs of training on the first `length` tokens of a sequence, the head aside: forward and backward.
-        What a sequence that continues from there adds is the difference of two."""
+        """Count the FLOPs of training on the first `length` tokens of a sequence, the head aside: 2 forward, and twice
+        that backward, for each weight and token, and in the two products of attention for each pair of tokens and
+        number of a head. What a sequence that continues from there adds is the difference of two."""
         n = np.asarray(length, dtype=np.float64)
         seen = self.layers * n * (n + 1) / 2
         if self.window_layers:
@@ -70,16 +71,6 @@ class DecoderSize:
     def head_flops(self, loss_tokens: ArrayLike) -> NDArray[np.float64]:
         """Count the FLOPs of the language-model head, which is computed where a loss token is predicted."""
         return 6.0 * self.head_weights * np.asarray(loss_tokens, dtype=np.float64)
-
-
-def train_flops(size: DecoderSize, lengths: ArrayLike, loss_tokens: int) -> float:
-    """Count the FLOPs of a forward and a backward pass over sequences of these lengths under a causal mask.
-
-    A weight takes a multiplication and an addition per token forward, and twice that backward: 6. In attention a token
-    at position i meets i + 1 keys, in two products (scores, values): 2 · 2 · (i + 1) · heads · head size forward, three
-    times that in all.
-    """
-    return float(size.sequence_flops(lengths).sum() + size.head_flops(loss_tokens))
 
 
 def _layers(facts: ModelFacts, config: Mapping[str, Any]) -> tuple[int, int]:

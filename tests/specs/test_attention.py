@@ -191,7 +191,7 @@ def test_the_roles_own_interpreter_and_this_machines_gpu_count(tmp_path: Path, m
     python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec "{Path(__import__("sys").executable)}" "$@"\n')
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text('#!/bin/sh\necho "9.0"\necho "8.6"\n')
+    tool.write_text('#!/bin/sh\ncase "$*" in *--id=0,1) echo 9.0; echo 8.6;; *--id=0) echo 9.0;; *) exit 6;; esac\n')
     for file in (python, tool):
         file.chmod(0o755)
     gpus = ("actor.devices=[0]", "actor.dtype=bf16", f"actor.python={python}")
@@ -202,7 +202,7 @@ def test_the_roles_own_interpreter_and_this_machines_gpu_count(tmp_path: Path, m
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
     hardware._smi.cache_clear()
-    assert hardware.gpu_capability() == (8, 6)  # the least of them
+    assert [hardware.gpu_capability(devices) for devices in ((0, 1), (0,), (2,), ())] == [(8, 6), (9, 0), None, None]
     found = decision(checked, "actor", tmp_path)
     assert (found.implementation, found.why) == ("flash_attention_2", "the fastest here")
     hardware._smi.cache_clear()

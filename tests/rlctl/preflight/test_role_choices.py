@@ -34,5 +34,5 @@ def test_only_engines_that_run_the_models_own_modules_are_asked(all_packages: No
 
 def test_auto_dtype_on_gpus_without_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, keys in (((7, 0), ["actor.dtype"]), ((8, 0), []), (None, [])):
-        monkeypatch.setattr(looked_at, "gpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(looked_at, "gpu_capability", lambda devices, capability=capability: capability)
         assert [problem.key for problem in choice_problems(asking("torch"), tmp_path)] == keys
