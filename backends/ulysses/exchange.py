@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from backends.ulysses.sequence_group import SequenceGroup
 
 Parts = tuple[Tensor, ...]
+Way = Callable[[Parts, SequenceGroup], Parts]
 
 
 def rows_to_heads(parts: Sequence[Tensor], group: SequenceGroup) -> Parts:
@@ -23,38 +24,28 @@ def rows_to_heads(parts: Sequence[Tensor], group: SequenceGroup) -> Parts:
     has the first heads. S divides each h. All parts travel in one message where they have one dtype."""
     if len({part.dtype for part in parts}) > 1:
         return tuple(rows_to_heads([part], group)[0] for part in parts)
-    whole: Parts = _RowsToHeads.apply(group, *(part[0].transpose(0, 1) for part in parts))
+    whole: Parts = _Exchange.apply(group, _to_heads, _to_rows, *(part[0].transpose(0, 1) for part in parts))
     return tuple(part.transpose(0, 1)[None] for part in whole)
 
 
 def heads_to_rows(x: Tensor, group: SequenceGroup) -> Tensor:
     """[1, T, h, D], all rows of this rank's heads → [1, L, h·S, D], this rank's rows of all heads."""
-    rows: Parts = _HeadsToRows.apply(group, x[0])
+    rows: Parts = _Exchange.apply(group, _to_rows, _to_heads, x[0])
     return rows[0][None]
 
 
-class _RowsToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """(group, this way, the way back, parts) → parts."""
+
     @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, *parts: Tensor) -> Parts:
-        ctx.group = group
-        return _to_heads(parts, group)
+    def forward(ctx: Any, group: SequenceGroup, there: Way, back: Way, *parts: Tensor) -> Parts:
+        ctx.group, ctx.back = group, back
+        return there(parts, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_to_rows(grads, ctx.group)
-
-
-class _HeadsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, *parts: Tensor) -> Parts:
-        ctx.group = group
-        return _to_rows(parts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_to_heads(grads, ctx.group)
+        return None, None, None, *ctx.back(grads, ctx.group)
 
 
 def _to_heads(parts: Parts, group: SequenceGroup) -> Parts:

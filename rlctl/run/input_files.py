@@ -15,8 +15,10 @@ from pathlib import Path
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
 from rlctl.models.tokenizer_files import TOKENIZER_FILES
-from rlctl.preflight.reward_files import scorer_code
+from rlctl.preflight.reward_files import environment_keys, scorer_code
 from specs.errors import UsageError
+from specs.schema.environment import AgentCommand
+from specs.schema.recipes import sampling_of
 from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
@@ -61,6 +63,9 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
     for key, path in {**scorer_code(spec), **spec.own_functions}.items():
         file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
         yield key, spec_dir, [source for source in reward_sources(file) if source.is_file()]
+    for key, environment in environment_keys(sampling).items() if (sampling := sampling_of(spec)) else ():
+        if environment.command:
+            yield f"{key}.agent", spec_dir, _files_of_program(environment.command, spec_dir)
     model = resolve_model(spec.model.path, spec_dir)
     folder = model if isinstance(model, Path) else hub_snapshot(model)
     if folder is not None and BUILTIN_FOLDER not in folder.parents:  # those come with rlctl
@@ -72,6 +77,13 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
 def _data(spec: Spec) -> list[tuple[str, str]]:
     evaluated = [(f"{evaluation.key}.data", evaluation.data) for evaluation in spec.evaluations if evaluation.data]
     return [*spec.data_section.named.items(), *evaluated]
+
+
+def _files_of_program(agent: AgentCommand, spec_dir: Path) -> list[Path]:
+    """Return what an agent is called with beside the spec, and what it begins with where that is no row's."""
+    named = [Path(word.replace("{spec_dir}", str(spec_dir))) for word in agent.command if "{spec_dir}" in word]
+    named += [spec_dir / agent.cwd] if agent.cwd != "fresh" else []
+    return [file for path in named for file in (path, *sorted(path.rglob("*"))) if file.is_file()]
 
 
 def _name(path: Path, folder: Path) -> str:

@@ -302,10 +302,10 @@ class Steps:
 
     def _save_last_step(self, why: str) -> None:
         """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""
-        if self.done <= max(self.saver.saved, 0):
+        kept = max(self.saver.saved, 0)
+        if self.done <= kept:
             return
         if self.driver.window.is_open:
-            kept = max(self.saver.saved, 0)
             self.progress.warning(f"{why} within an update or a save: steps after {kept} are not saved")
             return
         self.progress.message(f"{why}: saving the last finished step (Ctrl-C drops it)")

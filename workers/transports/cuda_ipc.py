@@ -1,7 +1,7 @@
 """The transport within one GPU: the rollout maps the actor's device memory (CUDA IPC), without a copy through the host.
 
 The windows exist only during a sync: a reader lets go of its mapping when it has read the last bucket, then the writer
-of the memory. Never run yet where this was written (no GPU): `auto` does not choose it.
+of the memory. `auto` does not choose it: such memory cannot lie in expandable segments.
 """
 
 from __future__ import annotations
