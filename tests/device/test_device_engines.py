@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import sharded_worker
 from families import FAMILIES
 from outcomes import farthest, outcome
 from simulated_device.child import on_simulated_device
+from simulated_device.walk import timeline, walk
 from train_helpers import (
     QWEN2,
     build_engine,
@@ -29,6 +30,7 @@ from train_helpers import (
 
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
+from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.role_section import Lora
 from specs.wire.role_config import Sampling
 
@@ -159,27 +161,52 @@ def test_families(tmp_path: Path, family: str) -> None:
     rollout_helpers.give_weights(TorchRolloutEngine.build(config, Rank()), scale=0.05)
 
 
-SHARDED = {  # how far from the CPU's: DeepSpeed, which knows one device in a process, is held against `ddp`
+# How far from the CPU's. DeepSpeed, which knows one device in a process, and Megatron are held against `ddp`.
+SHARDED = {
     "fsdp2": 0.0,
     "fsdp2 critic": 0.0,
     "fsdp2 recompute one, offload activations": 0.0,
     "fsdp2 bf16": 1e-2,  # the head's gradient is rounded to bf16 once, on the CPU for each chunk
     "zero2": 1e-5,
     "zero3": 1e-5,
+    "data": 1e-5,
+    "data bf16": 2e-2,
 }
+WALKED = ("fsdp2", "zero3", "data")
+MEGATRON_CORE = Path(__file__).parents[2] / ".venv-megatron/lib/python3.11/site-packages/megatron"
+
+
+def prepare_megatron(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have Megatron-core from its environment, and nothing else that is there; its contract moves it off the device in
+    a way of its own."""
+    if not MEGATRON_CORE.exists():
+        pytest.skip("scripts/setup-engine megatron makes .venv-megatron")
+    (folder / "megatron").symlink_to(MEGATRON_CORE)
+    patch.syspath_prepend(folder)
+    from megatron_worker import offload_and_back
+
+    patch.setattr(sharded_worker, "offload_and_back", offload_and_back)
 
 
 @pytest.mark.parametrize("case", SHARDED)
 @on_simulated_device
 def test_engines_of_several_ranks(tmp_path: Path, case: str) -> None:
-    """All that their contract asks of one rank: steps, resume, objectives, export, greedy answers."""
-    if case not in sharded_worker.CASES:
+    """All that their contract asks of one rank: steps, resume, objectives, export, greedy answers. One of each is
+    followed too: nothing is used on the device before it is there."""
+    cases, reference = sharded_worker.CASES | sharded_worker.MEGATRON, case
+    if case not in cases:
         pytest.skip("DeepSpeed is not installed")
+    if not isinstance(cases[case]["engine"], Fsdp2Table):
+        reference = "ddp bf16" if "bf16" in case else "ddp"
     model, close = write_model(tmp_path / "model", QWEN2), SHARDED[case]
-    for device, engine in (("cpu", "ddp" if "zero" in case else case), ("cuda", case)):
-        job = {"case": engine, "out": str(tmp_path / device / "one"), "device": device, "offload": device == "cuda"}
-        with in_the_gpus_order():
-            sharded_worker.run(model, job, Rank()).close()
+    with in_the_gpus_order(), pytest.MonkeyPatch.context() as patch:
+        for device, engine in (("cpu", reference), ("cuda", case)):
+            if engine in sharded_worker.MEGATRON:
+                prepare_megatron(tmp_path, patch)
+            job = {"case": engine, "out": str(tmp_path / device / "one"), "device": device, "offload": device == "cuda"}
+            with walk() if device == "cuda" and case in WALKED else nullcontext(timeline):
+                sharded_worker.run(model, job, Rank()).close()
+            assert case not in WALKED or not timeline.faults
     on_cpu, on_device = (outcome(tmp_path / device, "one") for device in ("cpu", "cuda"))
     assert on_device.losses() == pytest.approx(on_cpu.losses(), rel=close, abs=close)
     assert on_device.norms() == pytest.approx(on_cpu.norms(), rel=close, abs=close)

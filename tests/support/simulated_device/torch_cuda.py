@@ -167,6 +167,8 @@ def install(library: ctypes.CDLL) -> None:
                 "set_device": lambda device: library.set_device(index_of(device)),
                 "synchronize": lambda device=None: timeline.host_waits(timeline.everything()),
                 **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_reserved"), held),
+                "manual_seed": lambda seed: None,
+                "default_generators": (torch.Generator(), torch.Generator()),
                 **dict.fromkeys(("_lazy_init", "reset_peak_memory_stats", "empty_cache", "ipc_collect"), nothing),
                 "get_rng_state": lambda device=None: torch.get_rng_state(),
                 "set_rng_state": lambda state, device=None: None,

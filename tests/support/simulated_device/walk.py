@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated_device.timeline import HOST, Timeline, line
@@ -38,6 +39,8 @@ class _Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again, as what it does to this rank's rows
         if torch.is_inference_mode_enabled() and func.name() != "aten::scaled_dot_product_attention":
             with self:  # what is put together from other operators comes whole
                 if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
