@@ -109,14 +109,14 @@ def test_trainers(tmp_path: Path, case: str) -> None:
         assert on_cpu[part] == on_device[part], part
 
 
-def sampled(folder: Path, device: str) -> list[Any]:
+def sampled(folder: Path, device: str, *, eager: bool = True) -> list[Any]:
     """Return what a sampler says on its way: awake, and after each way to sleep, in several ways to sample."""
-    config = rollout_helpers.rollout_config(folder, max_sequences=6, enforce_eager=True)
+    config = rollout_helpers.rollout_config(folder, max_sequences=6, enforce_eager=eager)
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     engine = TorchRolloutEngine.build(config, Rank())
     rollout_helpers.give_weights(engine)
     ways = [
-        Sampling(seed=3, max_response_tokens=9, **way) for way in ({}, {"top_p": 0.8, "top_k": 7}, {"greedy": True})
+        Sampling(seed=3, max_response_tokens=12, **way) for way in ({}, {"top_p": 0.8, "top_k": 7}, {"greedy": True})
     ]
     found: list[Any] = [rollout_helpers.answer(engine, rollout_helpers.make_prompts(), way) for way in ways]
     engine.sleep(1)
@@ -130,17 +130,19 @@ def sampled(folder: Path, device: str) -> list[Any]:
         rollout_helpers.answer(engine, rollout_helpers.make_prompts()),
         engine.score(make_batch(vocab=23), 0.7).tolist(),
     ]
+    assert eager == (engine._graphs is None or not engine._graphs._graphs)
     engine.close()
     return found
 
 
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("shape", [{}, {"model_type": "mistral", "sliding_window": 5}], ids=str)
 @on_simulated_device
-def test_the_sampler_writes_the_same_tokens(tmp_path: Path, shape: dict[str, Any]) -> None:
+def test_the_sampler_writes_the_same_tokens(tmp_path: Path, shape: dict[str, Any], eager: bool) -> None:
     """The CPU's norms and its attention of a decoded step add in another order: log-probs are equal to rounding."""
     folder = rollout_helpers.write_model(tmp_path, **shape)
     *on_cpu, scores = sampled(folder, "cpu")
-    *on_device, own_scores = sampled(folder, "cuda")
+    *on_device, own_scores = sampled(folder, "cuda", eager=eager)
     for ours, theirs in zip(on_device, on_cpu, strict=True):
         assert ours.keys() == theirs.keys()
         for name, (tokens, logprobs, finished) in theirs.items():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulated_device.child import in_every_rank, on_simulated_device
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -24,7 +26,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out.startswith("No GPU here: ")
 
 
-@pytest.mark.parametrize("name", ["weights", "decode", "train-0.5B", "run-host"])
+@pytest.mark.parametrize("name", ["weights", "train-0.5B", "run-host"])
 def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
     part = next(part for part in PARTS if part.name == name)
     assert part.skip() is None
@@ -41,6 +43,21 @@ def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
         ours, plain = sides["rlctl ddp, sdpa"], sides["Hugging Face loop, sdpa"]
         assert ours["tokens_per_s"] > 0
         assert abs(ours["first_loss"] - plain["first_loss"]) < 1e-4, "both sides do the same work"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["device", "weights", "decode", "train-0.5B", "run-host"])
+@on_simulated_device
+def test_a_part_works_on_a_device(tmp_path: Path, name: str) -> None:
+    """A simulated one, of this process and of the ranks of a run."""
+    part = next(part for part in PARTS if part.name == name)
+    with in_every_rank(tmp_path):
+        found = part.run(replace(toy_size(), device="cuda"), tmp_path / name)
+    assert "failed" not in found, found
+    assert all(value for _, value in part.rows(found))
+    if name == "run-host":
+        assert len(found["steps"]) == toy_size().steps
+        assert all(step["sync/verified"] and step["mem/actor_offloaded_GiB"] >= 0 for step in found["steps"])
 
 
 def test_what_has_passed_stays_and_is_not_done_again(tmp_path: Path) -> None:

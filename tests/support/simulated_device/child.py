@@ -10,13 +10,15 @@ JSON.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ import pytest
 from simulated_device.library import built, compiler, load
 
 SUPPORT = Path(__file__).parents[1]
-IS_CHILD = "RLCTL_SIMULATED_DEVICE"
+IS_CHILD = "SIMULATED_DEVICE"  # variables of ours begin otherwise, and do not reach ranks
 
 
 def on_simulated_device(test: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,15 +72,45 @@ def _child() -> subprocess.Popen[str]:
     return process
 
 
-def serve() -> None:
+def believe() -> ctypes.CDLL:
+    """Have the device in this process."""
     library = load(Path(os.environ[IS_CHILD]))
-    replies, sys.stdout = sys.stdout, sys.stderr
     import torch
 
     from simulated_device.torch_cuda import install
 
     torch.set_num_threads(1)
     install(library)
+    return library
+
+
+SITE = """
+import os
+if os.environ.get("CUDA_VISIBLE_DEVICES"):
+    from simulated_device.child import believe
+    believe()
+"""
+DRIVERS_COMMAND = """#!/bin/sh
+case "$*" in -L) echo "GPU 0: simulated";; *compute_cap*) echo 9.0;; *memory.total*) echo 81920;; *) exit 1;; esac
+"""
+
+
+@contextmanager
+def in_every_rank(folder: Path) -> Iterator[None]:
+    """Inside, ranks that are started on a device have this one."""
+    (folder / "sitecustomize.py").write_text(SITE)
+    (folder / "nvidia-smi").write_text(DRIVERS_COMMAND)
+    (folder / "nvidia-smi").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(folder), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
+
+
+def serve() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed, by what is started here too, is no reply
+    library = believe()
     for asked in map(json.loads, sys.stdin):
         if str(Path(asked["file"]).parent) not in sys.path:
             sys.path.append(str(Path(asked["file"]).parent))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from simulated_device.timeline import HOST, Timeline, line
 
@@ -105,6 +107,35 @@ def stream(given: Stream | None) -> Iterator[None]:
         _thread.streams[given.device.index] = before
 
 
+class Graph:
+    """What was called while it was captured; a replay calls it again, into the same memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            made = func(*args, **kwargs)
+            if not any(value.alias_info for value in func._schema.returns):
+                for old, new in zip(*map(tree_leaves, (out, made)), strict=True):
+                    old.copy_(new)
+
+
+class _Capture(TorchDispatchMode):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.graph.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+def captured(graph: Graph, **how: Any) -> _Capture:
+    return _Capture(graph)
+
+
 def install(library: ctypes.CDLL) -> None:
     """Put them in the place of torch's, before anything of ours is imported."""
     _loaded.append(library)
@@ -155,6 +186,9 @@ def install(library: ctypes.CDLL) -> None:
             {
                 "Stream": Stream,
                 "Event": Event,
+                "CUDAGraph": Graph,
+                "graph": captured,
+                "graph_pool_handle": lambda: (0, 0),
                 "stream": stream,
                 "current_stream": current_stream,
                 "default_stream": lambda device=None: Stream(device, number=index_of(device)),
