@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from workers.chat.chat_turns import split_thought
@@ -21,7 +21,8 @@ class RefusedRequest(Exception):
 @dataclass(frozen=True)
 class ChatRequest:
     """Hold a request. `messages` and `tools` are as chat templates take them. `prompt`: text to be continued, of the
-    wire that has no messages. `max_tokens`: 0 without. `stream`, `usage`: how the reply is to be written."""
+    wire that has no messages. `max_tokens`: 0 without. `stream`, `usage`: how the reply is to be written. `remarks`:
+    what the client's own headers say."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -31,6 +32,7 @@ class ChatRequest:
     usage: bool = False
     model: str = ""
     wire: str = ""
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -127,7 +128,8 @@ class Gateway:
         try:
             body = await _body(request)
             stream, model = bool(body.get("stream")), str(body.get("model", ""))
-            asked = replace(wire.read(body), stream=stream, model=model, wire=wire.name)
+            about: dict[str, Any] = {"wire": wire.name, "remarks": _remarks(request)}
+            asked = replace(wire.read(body), stream=stream, model=model, **about)
             if path == "messages/count_tokens":
                 return _json({"input_tokens": episode.count_tokens(asked)})
             return await self._reply(request, wire, episode, asked)
@@ -194,6 +196,15 @@ def _parts(request: web.BaseRequest) -> tuple[str, str]:
     if parts[:1] == ["v1"]:
         parts = parts[1:]
     return "/".join(part for part in parts if part), key
+
+
+_NO_REMARK = re.compile("authorization|x-api-key|cookie|host|connection|(accept|content-|transfer-|x-stainless-).*")
+
+
+def _remarks(request: web.BaseRequest) -> dict[str, str]:
+    """Return the headers that say what a client is and which of its sessions asks."""
+    headers = [(name.lower(), value[:200]) for name, value in request.headers.items()]
+    return {name: value for name, value in headers[:40] if not _NO_REMARK.fullmatch(name)}
 
 
 async def _body(request: web.BaseRequest) -> Mapping[str, Any]:

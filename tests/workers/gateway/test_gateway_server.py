@@ -137,6 +137,18 @@ def test_the_end_is_told_in_words_and_is_not_learned_from() -> None:
     asyncio.run(test())
 
 
+def test_headers_of_a_client_are_kept_but_not_its_key() -> None:
+    async def test() -> None:
+        async with serving([f"one{END}"]) as served:
+            own = {"User-Agent": "solver/1", "X-Session-Id": "7" * 300, "X-Stainless-Arch": "x64"}
+            await post(served, ASKED, headers={"Authorization": f"Bearer {served.key}", **own})
+            served.episode.settle()
+            (asked,) = served.episode.trajectory.notes["requests"]
+            assert asked["headers"] == {"user-agent": "solver/1", "x-session-id": "7" * 200}
+
+    asyncio.run(test())
+
+
 # ── strangers ─────────────────────────────────────────────────────────────────────────────────────
 
 
