@@ -73,7 +73,7 @@ def _mini(home: Path, base: str, key: str) -> Mapping[str, str]:
 
 
 def _loop(name: str) -> tuple[str, ...]:
-    return ("python", __file__, name, "{task}")
+    return (sys.executable, __file__, name, "{task}")
 
 
 _MINI = ("mini", "-t", "{task}", "-m", f"openai/{MODEL_NAME}", "--yolo", "--exit-immediately")
