@@ -37,10 +37,17 @@ def _least(field: str, *which: str) -> float | None:
         return None
 
 
+def gpus_left() -> list[str]:
+    """Return the GPUs that this process may see, as the driver names them: its device 0 is the first. Empty: all."""
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+
 def gpu_capability(devices: Sequence[int]) -> tuple[int, int] | None:
-    """Return the lowest compute capability of these GPUs of this machine; None where one is not there, or without an
-    answer."""
-    found = _least("compute_cap", f"--id={','.join(map(str, devices))}") if devices else None
+    """Return the lowest compute capability of these GPUs; None where one is not there, or without an answer."""
+    left = gpus_left()
+    if not devices or (left and max(devices) >= len(left)):
+        return None
+    found = _least("compute_cap", f"--id={','.join(left[device] if left else str(device) for device in devices)}")
     return None if found is None else (int(found), round(found % 1 * 10))
 
 

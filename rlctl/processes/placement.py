@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlctl.models.hardware import gpus_left
 from rlctl.processes.shells import Cluster
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
@@ -314,7 +315,7 @@ def _without_expandable_segments() -> dict[str, str]:
 
 def _visible(device: int, role: RoleName) -> str:
     """Return a GPU's number among those that this process sees: where a scheduler gave it 4 and 5, device 0 is 4."""
-    outer = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    outer = gpus_left()
     if not outer:
         return str(device)
     if not 0 <= device < len(outer):

@@ -80,10 +80,11 @@ def _data(spec: Spec) -> list[tuple[str, str]]:
 
 
 def _files_of_program(agent: AgentCommand, spec_dir: Path) -> list[Path]:
-    """Return what an agent is called with beside the spec, and what it begins with where that is no row's."""
+    """Return what an agent is called with and starts from, but no folder with the spec in it: its runs are there too."""
     named = [Path(word.replace("{spec_dir}", str(spec_dir))) for word in agent.command if "{spec_dir}" in word]
     named += [spec_dir / agent.cwd] if agent.cwd != "fresh" else []
-    return [file for path in named for file in (path, *sorted(path.rglob("*"))) if file.is_file()]
+    apart = [path for path in named if not spec_dir.resolve().is_relative_to(path.resolve())]
+    return [file for path in apart for file in (path, *sorted(path.rglob("*"))) if file.is_file()]
 
 
 def _name(path: Path, folder: Path) -> str:

@@ -203,6 +203,9 @@ def test_the_roles_own_interpreter_and_this_machines_gpu_count(tmp_path: Path, m
     monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
     hardware._smi.cache_clear()
     assert [hardware.gpu_capability(devices) for devices in ((0, 1), (0,), (2,), ())] == [(8, 6), (9, 0), None, None]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")  # what a scheduler gave
+    assert [hardware.gpu_capability(devices) for devices in ((1,), (0,), (2,))] == [(9, 0), None, None]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     found = decision(checked, "actor", tmp_path)
     assert (found.implementation, found.why) == ("flash_attention_2", "the fastest here")
     hardware._smi.cache_clear()

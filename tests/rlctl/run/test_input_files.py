@@ -87,11 +87,12 @@ def test_what_belongs_to_a_run(folder: Path) -> None:
         ],
         "model.path": ["tokenizer.json"],
     }
-    agent = {"command": ["python", "{spec_dir}/code/apart.py", "{prompt}"], "cwd": "code/helpers"}
-    program = spec_from(raw_spec(environment={"agent": agent, "max_episode_tokens": 64}))
-    assert {key: sorted(marks) for key, marks in inputs_of(program, folder).items()} == {
-        "environment.agent": ["code/apart.py", "code/helpers/__init__.py", "code/helpers/lists.py"]
-    }
+    command = ["python", "{spec_dir}/code/apart.py", "{spec_dir}", "{prompt}"]
+    for cwd, inside in (("code/helpers", ["code/helpers/__init__.py", "code/helpers/lists.py"]), (".", [])):
+        agent = {"command": command, "cwd": cwd}
+        program = spec_from(raw_spec(environment={"agent": agent, "max_episode_tokens": 64}))
+        marked = {key: sorted(marks) for key, marks in inputs_of(program, folder).items()}
+        assert marked == {"environment.agent": ["code/apart.py", *inside]}, "the spec's folder has its runs in it"
     assert inputs_of(spec_from(raw_spec()), folder) == {}, "what comes with rlctl is rlctl's"
 
 
