@@ -117,11 +117,8 @@ def _start(
     """Start a process that answers for the roles; with `stack` it ends, and all that it started."""
     mark = secrets.token_hex(8)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
-    environment = (
-        base_environment()
-        | plan.env
-        | {"PYTHONPATH": path_for(plan.python, plan.env["PYTHONPATH"], folder), MARK: mark}
-    )
+    path = path_for(plan.python, plan.env["PYTHONPATH"], folder)
+    environment = base_environment() | plan.env | {"PYTHONPATH": path, MARK: mark}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": devices}
     request = folder / "request.json"
     request.write_text(ProbeRequest(roles=dict(requests)).model_dump_json())

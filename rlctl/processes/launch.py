@@ -281,9 +281,8 @@ def base_environment() -> dict[str, str]:
 
 
 def path_for(python: str, path: str, folder: Path) -> str:
-    """Return an interpreter's PYTHONPATH from that of this one, which begins with our packages. Where they lie in a
-    site-packages folder, another interpreter gets a folder of links to them alone, made in `folder`: it must not see
-    this interpreter's torch."""
+    """Return an interpreter's PYTHONPATH from this one's. Where our packages lie in a site-packages folder, another one
+    gets a folder of links to them alone, made in `folder`: it must not see this interpreter's torch."""
     root = package_root()
     if python == sys.executable or root.name not in ("site-packages", "dist-packages"):
         return path

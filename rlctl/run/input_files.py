@@ -80,7 +80,7 @@ def _data(spec: Spec) -> list[tuple[str, str]]:
 
 
 def _files_of_program(agent: AgentCommand, spec_dir: Path) -> list[Path]:
-    """Return what an agent is called with and starts from, but no folder with the spec in it: its runs are there too."""
+    """Return what an agent is called with and starts from, but no folder that holds the spec, and so its runs."""
     named = [Path(word.replace("{spec_dir}", str(spec_dir))) for word in agent.command if "{spec_dir}" in word]
     named += [spec_dir / agent.cwd] if agent.cwd != "fresh" else []
     apart = [path for path in named if not spec_dir.resolve().is_relative_to(path.resolve())]

@@ -24,9 +24,8 @@ class Interrupt:
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+        self.say, self._told = say, False
         self.count, self.name = 0, ""
-        self._told = False
         self._last = -SAME_PRESS_S
         self._before: dict[int, Any] = {}
 

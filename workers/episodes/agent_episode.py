@@ -267,7 +267,7 @@ class AgentEpisode(Episode):
                 "asked": turn.asked,
                 "delivered": turn.delivered,
                 "learned": turn.learned,
-                "headers": dict(turn.request.remarks),
+                "headers": dict(turn.request.headers),
             }
             for turn in self.tree.turns
         ]

@@ -21,8 +21,7 @@ class RefusedRequest(Exception):
 @dataclass(frozen=True)
 class ChatRequest:
     """Hold a request. `messages` and `tools` are as chat templates take them. `prompt`: text to be continued, of the
-    wire that has no messages. `max_tokens`: 0 without. `stream`, `usage`: how the reply is to be written. `remarks`:
-    what the client's own headers say."""
+    wire that has no messages. `max_tokens`: 0 without. `stream`, `usage`: how to reply. `headers`: the client's."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -32,7 +31,7 @@ class ChatRequest:
     usage: bool = False
     model: str = ""
     wire: str = ""
-    remarks: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,7 @@ class Gateway:
         try:
             body = await _body(request)
             stream, model = bool(body.get("stream")), str(body.get("model", ""))
-            about: dict[str, Any] = {"wire": wire.name, "remarks": _remarks(request)}
-            asked = replace(wire.read(body), stream=stream, model=model, **about)
+            asked = replace(wire.read(body), stream=stream, model=model, wire=wire.name, headers=_own_headers(request))
             if path == "messages/count_tokens":
                 return _json({"input_tokens": episode.count_tokens(asked)})
             return await self._reply(request, wire, episode, asked)
@@ -198,13 +197,13 @@ def _parts(request: web.BaseRequest) -> tuple[str, str]:
     return "/".join(part for part in parts if part), key
 
 
-_NO_REMARK = re.compile("authorization|x-api-key|cookie|host|connection|(accept|content-|transfer-|x-stainless-).*")
+_NOT_ITS_OWN = re.compile("authorization|x-api-key|cookie|host|connection|(accept|content-|transfer-|x-stainless-).*")
 
 
-def _remarks(request: web.BaseRequest) -> dict[str, str]:
+def _own_headers(request: web.BaseRequest) -> dict[str, str]:
     """Return the headers that say what a client is and which of its sessions asks."""
     headers = [(name.lower(), value[:200]) for name, value in request.headers.items()]
-    return {name: value for name, value in headers[:40] if not _NO_REMARK.fullmatch(name)}
+    return {name: value for name, value in headers[:40] if not _NOT_ITS_OWN.fullmatch(name)}
 
 
 async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
