@@ -305,8 +305,8 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def open_requests(self) -> int:
-        """Requests that were added and are neither finished nor aborted. While there is one, weights do not change and
-        the engine does not sleep."""
+        """Requests that were added and are neither finished nor aborted. While there is one that is not suspended,
+        weights do not change; while there is any, the engine does not sleep."""
 
     @abstractmethod
     def add(self, requests: Sequence[SampleRequest]) -> None:
@@ -326,8 +326,8 @@ class RolloutEngine(ABC):
     def suspend(self) -> Sequence[Completion]:
         """Break off the open requests, so that weights may change; return what has been written of those that
         have a token. To continue, add each again with its tokens after its own, and its position as much further on:
-        all of it is then computed with the new weights. Engines that cannot do it raise NotImplementedError
-        (`RolloutTable.suspends`)."""
+        all of it is then computed with the new weights. An engine that keeps its cache leaves them open: the next
+        `step` continues. Engines that cannot do it raise NotImplementedError (`RolloutTable.suspends`)."""
         raise NotImplementedError(f"{type(self).__name__} does not tell what it has written before the end")
 
     def forget(self, ids: Collection[int]) -> None:

@@ -6,6 +6,7 @@ and `docs/` in `specs/shipped/`, where `setup.py` puts it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -35,6 +36,17 @@ def version_here(package: str) -> str:
 
 
 # ── a clone, or a wheel ───────────────────────────────────────────────────────────────────────────────
+
+
+def package_root() -> Path:
+    """Return the folder that holds rlctl, specs, workers and backends."""
+    return _ROOT
+
+
+def package_path(theirs: str) -> str:
+    """Return a PYTHONPATH that begins with our packages, and has them once."""
+    ours = str(_ROOT)
+    return os.pathsep.join([ours, *(part for part in theirs.split(os.pathsep) if part and part != ours)])
 
 
 def in_clone() -> bool:

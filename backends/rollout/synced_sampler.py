@@ -26,6 +26,7 @@ class SyncedSampler(RolloutEngine):
         self._ready = False  # a complete set of weights has arrived
         self._awake = {WEIGHTS, KV_CACHE}
         self._open: dict[int, SampleRequest] = {}  # by id
+        self._suspended = False  # those that are open wait for the next step, and weights may change
         self.counts: Counter[str] = Counter()  # what `counters` returns
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
@@ -36,7 +37,7 @@ class SyncedSampler(RolloutEngine):
     def _arrive(self, spec: WeightSpec, nbytes: int) -> WeightSpec:
         """Note that a weight arrives in `nbytes` bytes, and return it as the engine holds it. Raises SyncError where
         there is none of that name, where the weights are asleep, or where it does not fit."""
-        self._check_idle(f"weight {spec.name} arrived")
+        self._check_still(f"weight {spec.name} arrived")
         held = self._held.get(spec.name)
         if held is None:
             raise SyncError(f"weight {spec.name} arrived, but {self._holder} has none of that name")
@@ -54,7 +55,7 @@ class SyncedSampler(RolloutEngine):
         return held
 
     def finish_import(self) -> None:
-        self._check_idle("an import of weights ended")
+        self._check_still("an import of weights ended")
         missing = [name for name in self._needed() if name not in self._imported]
         if missing:
             raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
@@ -91,6 +92,7 @@ class SyncedSampler(RolloutEngine):
     def step(self) -> Sequence[Completion]:
         if not self._open:
             return ()
+        self._suspended = False
         try:
             found = self._advance()
         except BaseException:
@@ -109,8 +111,15 @@ class SyncedSampler(RolloutEngine):
 
     def suspend(self) -> Sequence[Completion]:
         found = [*self._written()] if self._open else []
-        self.abort()
+        if self._keeps_cache():
+            self._suspended = True
+        else:
+            self.abort()
         return found
+
+    def _keeps_cache(self) -> bool:
+        """Return whether open requests keep their keys and values when weights change."""
+        return False
 
     def _written(self) -> Iterable[Completion]:
         """Return what has been written of the open requests that have a token."""
@@ -152,6 +161,10 @@ class SyncedSampler(RolloutEngine):
     @abstractmethod
     def _drop(self, ids: Collection[int]) -> None:
         """Forget requests that are not among the open ones any more."""
+
+    def _check_still(self, what: str) -> None:
+        if not self._suspended:
+            self._check_idle(what)
 
     def _check_idle(self, what: str) -> None:
         if self._open:

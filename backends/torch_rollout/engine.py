@@ -120,8 +120,13 @@ class TorchRolloutEngine(SyncedSampler):
     @torch.inference_mode()
     def _adopt(self) -> None:
         self.model.tie_weights()
-        self._decoder = None  # what its cache holds belongs to the old weights
-        self._kept.clear()
+        if not self.table.keep_cache:
+            self._kept.clear()
+        if self._open:
+            assert self._decoder is not None, "requests were added"
+            self._decoder.ready.clear()  # the next token of each is drawn with the new weights
+        else:
+            self._decoder = None  # what its cache holds belongs to the old weights
         if self._forward is None:
             self._forward = choose_forward(self.model, self.device, self.config.model.max_sequence_tokens)
             check_decoding(self.model, self._forward, self.device)
@@ -154,6 +159,9 @@ class TorchRolloutEngine(SyncedSampler):
             self._decoder.drop(ids)
         else:
             self._decoder = None
+
+    def _keeps_cache(self) -> bool:
+        return self.table.keep_cache
 
     def _written(self) -> Sequence[Completion]:
         assert self._decoder is not None, "requests were added"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.preflight.interpreters import own_path
-from rlctl.processes.placement import package_path
 from specs.errors import DataError, Problem, RewardError
+from specs.packages import package_path
 from specs.rules.all_rules import with_values
 from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
 from specs.schema.rewards import Function

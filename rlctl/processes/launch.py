@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.processes.node_connection import NodeConnection, RemoteProcess
-from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan, package_root
+from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan
 from rlctl.processes.shells import Cluster, LocalShell, Shell
 from specs.errors import Problem, SpecError
+from specs.packages import package_root
 from workers.watchdog import kill_marked, signal_group
 
 log = logging.getLogger("rlctl.processes.launch")

@@ -14,6 +14,7 @@ from pathlib import Path
 from rlctl.models.hardware import gpus_left
 from rlctl.processes.shells import Cluster
 from specs.errors import Problem, SpecError
+from specs.packages import package_path
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
 from specs.schema.recipes import RlSpec, sampling_of
 from specs.schema.role_section import RoleSection
@@ -150,16 +151,6 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def package_root() -> Path:
-    """Return the folder that holds rlctl, specs, workers and backends."""
-    return Path(__file__).resolve().parents[2]
-
-
-def package_path(theirs: str) -> str:
-    """Return a PYTHONPATH that begins with our packages."""
-    return os.pathsep.join(part for part in (str(package_root()), theirs) if part)
 
 
 @dataclass(frozen=True)

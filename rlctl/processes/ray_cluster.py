@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.processes.placement import package_root
 from rlctl.processes.shells import HostNeeds
 from specs.errors import Problem, SpecError
+from specs.packages import package_root
 
 _ANSWER_S = 30.0
 _DIAL_S = 5.0

@@ -17,7 +17,6 @@ from rlctl import __version__
 from rlctl.models.paths import config_of, lineage
 from rlctl.models.run_export import NOTE
 from rlctl.processes.launch import path_for
-from rlctl.processes.placement import package_path
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.publish.hub_push import find_repo, push
@@ -26,6 +25,7 @@ from specs.errors import CheckpointError, ExportError, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
 from specs.model_facts import model_facts
+from specs.packages import package_path
 from specs.schema.engines.engine_registry import table_of
 from specs.schema.roles import ACTOR, PROOF_FILES, ROLES, HeadKind
 

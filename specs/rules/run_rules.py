@@ -56,6 +56,8 @@ def _in_flight(spec: RlSpec) -> Iterator[Problem]:
     """Weights that reach open completions need some that are open, and an engine that continues with them."""
     key, rollout = "rollout.in_flight", spec.rollout
     if not rollout.in_flight:
+        if getattr(rollout.engine, "keep_cache", False):
+            yield no_effect("rollout.engine.keep_cache", f"{key} = false: weights change when nothing is being drawn")
         return
     if not rollout.max_staleness:
         yield no_effect(key, "rollout.max_staleness = 0: nothing is sampled while weights change")

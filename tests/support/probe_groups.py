@@ -13,8 +13,9 @@ from typing import Any
 
 from rlctl.processes.groups import Groups
 from rlctl.processes.launch import Launcher
-from rlctl.processes.placement import Plan, RolePlan, package_root
+from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.shells import Cluster
+from specs.packages import package_root
 from specs.wire.heartbeat import Activity
 from workers.watchdog import pids_marked
 

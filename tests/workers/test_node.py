@@ -10,7 +10,7 @@ from pathlib import Path
 
 from probe_groups import wait_until
 
-from rlctl.processes.placement import package_root
+from specs.packages import package_root
 from workers.node import PREFIX
 from workers.watchdog import kill_marked, pids_marked
 

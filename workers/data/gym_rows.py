@@ -12,14 +12,13 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from specs.builtin_tasks import GYM_PREFIX, GymSource, gym_entry_as_json
 from specs.errors import DataError
+from specs.packages import package_path
 
-_ROOT = Path(__file__).resolve().parents[2]
 _making: dict[str, Any] = {"python": sys.executable, "env": {}}
 
 
@@ -31,7 +30,7 @@ def make_with(python: str, env: Mapping[str, str]) -> None:
 def gym_rows(source: str) -> Generator[dict[str, Any], None, None]:
     """Yield rows: `prompt`, `answer` and what scores them, `reasoning_gym`. Raises DataError."""
     env = {**os.environ, **_making["env"]}
-    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(_ROOT), env.get("PYTHONPATH", "")) if part)
+    env["PYTHONPATH"] = package_path(env.get("PYTHONPATH", ""))
     command = [_making["python"], "-P", "-m", "workers.data.gym_rows", source]
     with TemporaryFile() as log:
         try:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from specs.packages import package_path
 from workers.watchdog import kill_marked
 
 KILL_WAIT_S = 10.0
@@ -138,10 +139,5 @@ def how_it_ended(code: int | None) -> str:
 def isolated_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a process that runs users' code: of this one, but for those of our own, and `env`."""
     here = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
-    path = _package_path(env.get("PYTHONPATH", here.get("PYTHONPATH", "")))
+    path = package_path(env.get("PYTHONPATH", here.get("PYTHONPATH", "")))
     return {**here, **env, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
-
-
-def _package_path(theirs: str) -> str:
-    ours = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join([ours, *(part for part in theirs.split(os.pathsep) if part and part != ours)])

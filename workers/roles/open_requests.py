@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +16,17 @@ from specs.wire.batch import Batch
 NO_VERSION = -1  # of a token that was not sampled here
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Tokens that the same weights drew."""
-
-    completion: Completion
-    version: int
-
-
 class OpenRequests:
-    """Requests that an engine is to complete. While it is suspended, its weights may change; then each continues behind
-    what it has written, all of which is computed with the new weights."""
+    """Requests that an engine is to complete. While it is suspended, its weights may change; then each continues after
+    what it has written, with the keys and values of the older weights where the engine keeps them."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._open: dict[int, SampleRequest] = {}
-        self._written: defaultdict[int, list[Stretch]] = defaultdict(list)  # with earlier weights
+        self._written: dict[int, Completion] = {}  # what the engine has handed over of those that are open
+        self._versions: defaultdict[int, list[NDArray[np.int64]]] = defaultdict(list)  # of the tokens so far
         self._drawn_by: dict[int, NDArray[np.int64]] = {}  # by completion: versions of the weights of each token
+        self._came_late: list[SampleRequest] = []  # while it was suspended
         self.suspended = False
 
     def __len__(self) -> int:
@@ -40,7 +34,9 @@ class OpenRequests:
 
     def add(self, requests: Sequence[SampleRequest]) -> None:
         """Begin requests, or note them while the engine is suspended."""
-        if not self.suspended:
+        if self.suspended:
+            self._came_late += requests
+        else:
             self._engine.add(requests)
         self._open |= {request.id: request for request in requests}
 
@@ -50,23 +46,26 @@ class OpenRequests:
         try:
             found = self._engine.step()
         except BaseException:
-            for kept in (self._open, self._written, self._drawn_by):
+            for kept in (self._open, self._written, self._versions, self._drawn_by):
                 kept.clear()
             raise
-        return [self._whole(Stretch(completion, version)) for completion in found]
+        return [self._whole(completion, version) for completion in found]
 
     def suspend(self, version: int) -> None:
         """Break off what this version draws, if anything is open."""
         if self._open and not self.suspended:
             for completion in self._engine.suspend():
-                self._written[completion.id].append(Stretch(completion, version))
+                whole = self._so_far(completion, version)
+                if not self._engine.open_requests:
+                    self._written[completion.id] = whole
             self.suspended = True
 
     def resume(self) -> None:
         """Go on with what was broken off."""
         if self.suspended:
             self.suspended = False
-            self._engine.add([*self._continued()])
+            self._engine.add(self._came_late if self._engine.open_requests else [*self._continued()])
+            self._came_late = []
 
     def versions_of(self, batch: Batch) -> Batch:
         """Return completions with the versions of the weights that drew each token, and of each sample the oldest."""
@@ -75,23 +74,27 @@ class OpenRequests:
         version_T[batch["loss_mask_T"] != 0] = np.concatenate(drawn)
         return batch.with_columns(version_T=version_T, version_B=np.array([each.min() for each in drawn]))
 
-    def _whole(self, last: Stretch) -> Completion:
-        found = last.completion
+    def _so_far(self, found: Completion, version: int) -> Completion:
+        """Return all that was written, from its first token on; what is new of it was drawn by this version."""
+        if (earlier := self._written.pop(found.id, None)) is not None:
+            tokens = np.concatenate([earlier.tokens, found.tokens])
+            found = replace(found, tokens=tokens, logprobs=np.concatenate([earlier.logprobs, found.logprobs]))
+        versions = self._versions[found.id]
+        versions.append(np.full(len(found.tokens) - sum(map(len, versions)), version))
+        return found
+
+    def _whole(self, found: Completion, version: int) -> Completion:
+        whole = self._so_far(found, version)
         del self._open[found.id]
-        stretches = [*self._written.pop(found.id, ()), last]
-        each = [(stretch.completion, np.full(len(stretch.completion.tokens), stretch.version)) for stretch in stretches]
-        self._drawn_by[found.id] = np.concatenate([version_N for _, version_N in each])
-        if len(each) == 1:
-            return found
-        tokens = np.concatenate([one.tokens for one, _ in each])
-        return Completion(found.id, tokens, np.concatenate([one.logprobs for one, _ in each]), found.finished)
+        self._drawn_by[found.id] = np.concatenate(self._versions.pop(found.id))
+        return whole
 
     def _continued(self) -> Iterable[SampleRequest]:
-        """Yield the open requests behind what is written of them, in the order in which they came. Those that still
+        """Yield the open requests after what is written of them, in the order in which they came. Those that still
         have equal tokens share their computation."""
         numbers: dict[bytes, int] = {}
         for id_, request in self._open.items():
-            written = [stretch.completion.tokens for stretch in self._written.get(id_, ())]
+            written = [self._written[id_].tokens] if id_ in self._written else []
             count = sum(map(len, written))
             tokens = np.concatenate([request.tokens, *written])
             most = request.sampling.max_response_tokens - count

@@ -25,6 +25,10 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     """Most prompt tokens that go through the model at once."""
     enforce_eager: bool = False
     """Launch each kernel of a decode step by itself, also on a GPU, where CUDA graphs launch all at once."""
+    keep_cache: bool = False
+    """With `rollout.in_flight`: completions that continue keep the keys and values of older weights, which are else
+    computed again with the new ones. That saves a prefill per sync; log-probs are then those of the mixture of weights
+    that drew the tokens, which no single model gives."""
 
     engine_class: ClassVar[str | None] = "backends.torch_rollout.engine:TorchRolloutEngine"
     parallel_on_cpu: ClassVar[bool | None] = False

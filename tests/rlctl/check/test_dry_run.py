@@ -14,7 +14,7 @@ import pytest
 
 from rlctl.check.dry_run import dry_run
 from rlctl.presets import write_preset
-from rlctl.processes.placement import package_root
+from specs.packages import package_root
 
 GOLDEN = Path(__file__).parent / "golden"
 ENGINES = ("vllm", "megatron")

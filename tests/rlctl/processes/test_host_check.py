@@ -16,10 +16,11 @@ from rlctl import __version__
 from rlctl.processes import remote_check
 from rlctl.processes.host_check import RemoteHost, check_hosts
 from rlctl.processes.hosts import host_needs, may_begin_without, remote_hosts
-from rlctl.processes.placement import make_plan, package_root
+from rlctl.processes.placement import make_plan
 from rlctl.processes.remote_check import Questions, checksum_of, problem_here, sizes_in
 from rlctl.processes.slurm import check_slurm
 from specs.errors import SpecError
+from specs.packages import package_root
 from specs.schema.recipes import RlSpec
 
 FAR = RemoteHost(1, "b", sys.executable, str(package_root()))

@@ -28,11 +28,12 @@ from test_placement import plan as make
 from rlctl.presets import write_batch_script
 from rlctl.processes.calls import RanksFailed
 from rlctl.processes.failures import Evidence
-from rlctl.processes.placement import RolePlan, make_plan, package_root
+from rlctl.processes.placement import RolePlan, make_plan
 from rlctl.processes.rank_states import RestartPolicy
 from rlctl.processes.slurm import SlurmJob
 from specs.errors import RoleFailure
 from specs.load.load import load_spec
+from specs.packages import package_root
 from specs.wire.messages import Verb
 
 BOUND_S = 80.0

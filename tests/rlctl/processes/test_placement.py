@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from small_spec import only_problem, raw_spec
 
-from rlctl.processes.placement import Plan, make_plan, package_root, usable_cores
+from rlctl.processes.placement import Plan, make_plan, usable_cores
 from specs.errors import SpecError
+from specs.packages import package_root
 from specs.schema.recipes import RlSpec
 
 

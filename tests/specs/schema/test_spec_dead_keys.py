@@ -106,6 +106,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "critic": {"algorithm.kind": "ppo", "critic": {}},
     "actor.sequence_parallel": {"actor.processes": 2, "actor.launcher": "torchrun"},
     "rollout.in_flight": {"rollout.max_staleness": 1},
+    "rollout.engine.keep_cache": {"rollout.max_staleness": 1, "rollout.in_flight": True},
     "rollout.first_node": {"rollout.processes": 2, **NODES},
     "actor.nodes": {"actor": {"processes": 2, "launcher": "srun"}},
     "actor.launcher": {"actor.processes": 2},

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 from rollout_helpers import give_weights, make_prompts, rollout_config, write_model
+from transformers import DynamicCache, Qwen2ForCausalLM
 from vllm_process import RemoteVllm, needs_vllm, shared_folder
 
 from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
+from backends.torch_rollout.engine import TorchRolloutEngine
 from specs.errors import SyncError
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
@@ -22,11 +27,12 @@ SAMPLING = Sampling(seed=3, max_response_tokens=40)
 OLD, NEW = 7, 8
 
 
-@pytest.fixture(params=["torch", pytest.param("vllm", marks=needs_vllm)])
+@pytest.fixture(params=["torch", "torch that keeps its cache", pytest.param("vllm", marks=needs_vllm)])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> RolloutEngine:
-    vllm = request.param == "vllm"
-    folder = shared_folder() if vllm else write_model(tmp_path / "model")
-    built = (RemoteVllm if vllm else rollout_engine("torch")).build(rollout_config(folder, request.param), Rank())
+    kind, _, keeps = request.param.partition(" ")
+    folder = shared_folder() if kind == "vllm" else write_model(tmp_path / "model")
+    kept = {"keep_cache": True, "max_sequences": 5} if keeps else {}
+    built = (RemoteVllm if kind == "vllm" else rollout_engine(kind)).build(rollout_config(folder, kind, **kept), Rank())
     give_weights(built)
     return built
 
@@ -69,6 +75,7 @@ def test_with_the_same_weights_nothing_changes(engine: RolloutEngine, late: bool
     assert set(whole["version_B"].tolist()) == {OLD}
 
 
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=needs_vllm)], indirect=True)
 def test_each_token_has_the_log_prob_of_the_weights_that_drew_it(engine: RolloutEngine) -> None:
     samples = drawn(engine, break_after=(4,), other=True)
     mask_T, version_T = samples["loss_mask_T"] == 1, samples["version_T"]
@@ -86,6 +93,53 @@ def test_each_token_has_the_log_prob_of_the_weights_that_drew_it(engine: Rollout
         assert of_tokens.min() == oldest
         several += len(set(of_tokens.tolist())) > 1
     assert several >= 6
+
+
+@pytest.mark.parametrize("engine", ["torch that keeps its cache"], indirect=True)
+def test_tokens_after_a_kept_cache_are_drawn_by_new_weights_over_old_keys(engine: TorchRolloutEngine) -> None:
+    """The last token before a change has no keys yet: it goes in with the new weights, and so does all of a prompt that
+    waits for a slot."""
+    once = prefilled(engine)
+    samples = drawn(engine, break_after=(4,), other=True)
+    computed = prefilled(engine) - once
+    drawn(engine)
+    assert computed <= 2 * (prefilled(engine) - once - computed), "no completion went through the model again"
+    old, new = stock_model(engine, 0), stock_model(engine, NEW)
+    kinds = Counter[tuple[int, ...]]()
+    names = ("tokens_T", "version_T", "rollout_logprob_T")
+    for tokens, version, logprob in zip(*map(samples.sequences, names), strict=True):
+        versions = tuple(sorted(set(version.tolist()) - {NO_VERSION}))
+        kinds[versions] += 1
+        if NEW in versions:
+            first = int(np.argmax(version == NEW))
+            over_old = first - 1 if OLD in versions else 0
+            np.testing.assert_allclose(logprob[first:], logprobs_over(old, new, tokens, over_old)[first:], atol=1e-4)
+    assert min(kinds[OLD, NEW], kinds[NEW,]) >= 3
+
+
+def prefilled(engine: RolloutEngine) -> int:
+    return engine.counters().get("prefilled_tokens", 0)
+
+
+def stock_model(engine: TorchRolloutEngine, seed: int) -> Qwen2ForCausalLM:
+    """transformers' own model with the weights that `give_weights` gives."""
+    give_weights(engine, seed)
+    model = Qwen2ForCausalLM._from_config(engine.model.config, attn_implementation="eager")
+    model.load_state_dict(engine.model.state_dict())
+    return model
+
+
+@torch.inference_mode()
+def logprobs_over(
+    old: Qwen2ForCausalLM, new: Qwen2ForCausalLM, tokens: NDArray[np.int64], count: int
+) -> NDArray[np.float32]:
+    """Log-prob of each token where the first `count` have the keys of the old weights, and the new ones read on."""
+    ids, cache = torch.from_numpy(tokens)[None], DynamicCache()
+    if count:
+        old(ids[:, :count], past_key_values=cache)
+    logits = new(ids[:, count:], past_key_values=cache).logits[0, :-1]
+    scores = logits.float().log_softmax(-1).gather(-1, ids[0, count + 1 :, None])[:, 0]
+    return np.concatenate([np.zeros(count + 1, dtype=np.float32), scores.numpy()])
 
 
 def test_limits_hold_for_the_whole(engine: RolloutEngine) -> None:
