@@ -20,7 +20,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from declared_metrics import declared  # noqa: E402
 from families import COMPOSITES, FAMILIES, SAMPLED, TRAINED  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
-from pydantic_core import PydanticUndefined  # noqa: E402
 
 from specs.load.keys import is_list, kind_of, tables_of  # noqa: E402
 from specs.load.unknown_keys import foreign_keys  # noqa: E402
@@ -72,7 +71,7 @@ def type_of(annotation: Any) -> str:
     if origin is dict:
         return "table of texts" if parts[1] is str else "table"
     if tables_of(annotation):
-        return "table"
+        return "text, or table" if any(type_of(part) == "text" for part in parts) else "table"
     return ", or ".join(type_of(part) for part in parts if part is not type(None))
 
 
@@ -85,9 +84,9 @@ def bounds_of(field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    if field.is_required() or field.default is PydanticUndefined:
+    if field.is_required():
         return "**required**"
-    value = field.default
+    value: Any = field.get_default(call_default_factory=True)
     if isinstance(value, Table):
         return f'`{{ kind = "{kind_of(type(value))}" }}`' if kind_of(type(value)) else "its defaults"
     return "unset" if value is None else f"`{show(value) or '{}'}`"
@@ -181,7 +180,8 @@ class Page:
             cleandoc(table.__doc__ or ""),
             *([f"It has the keys of {', of '.join(shared)}."] if shared else []),
         ]
-        self.lines += ["", *key_table(table, keys_of(table))]
+        choice = {name: field for name, field in table.model_fields.items() if name == "kind"}  # not between tables
+        self.lines += ["", *key_table(table, choice | keys_of(table))]
         self.below(path, keys_of(table))
 
     def below(self, path: str, keys: Keys) -> None:
@@ -284,7 +284,7 @@ Generated from where metrics are made by `scripts/make_docs.py`; do not edit.
 [report](watching.md#the-report) draws them. Parts in angle brackets vary:
 `reward/term_<i>` is entry `i` of `reward.terms`, from 0 on;
 `<role>` is a role of the run; `<set>` is the name of an evaluation. A number that is not finite is written as `null`.
-What says nothing of when it is there is in the line of every step of `rl`. Recipes that learn from rows have of these
+Without a "when" a metric is there at every step of `rl`. Recipes that learn from rows have of these
 `data/epoch`, `data/tokens`, `data/learned_tokens`, those of what learns, `time/`, `mem/` and `perf/`; their evaluations
 have those of the objective under `eval/<set>/`, such as `eval/heldout/loss`, and with `sft` `eval/<set>/perplexity`.
 """
@@ -363,10 +363,10 @@ MODELS = """# Models
 Generated from the families that tests train and sample (`tests/support/families.py`) by `scripts/make_docs.py`; do not
 edit.
 
-Each was tried with a few thousand parameters, from disk, on CPUs; none at full size or on a GPU. Log-probs, gradients
-and weights after a step are those of transformers' own modules on one sequence at a time: 2e-5 nats and 1e-4 of each
-tensor's largest gradient in fp32 (`tests/backends/test_protocol_sharded.py`). What is not in the table is not refused:
-every start proves packing, the sampler its cache, and every sync both.
+Each was tried with a few thousand parameters, from disk, on CPUs; [on a GPU](gpu.md) only Qwen2's shape was.
+Log-probs, gradients and weights after a step are those of transformers' own modules on one sequence at a time: 2e-5
+nats and 1e-4 of each tensor's largest gradient in fp32 (`tests/backends/test_protocol_sharded.py`). What is not in the
+table is not refused: every start proves packing, the sampler its cache, and every sync both.
 
 All were trained as {trained} (the rest in fp32).
 
@@ -407,7 +407,7 @@ The loss has no balancing term, and in bf16 sampler and trainer may route a toke
 def render_models() -> str:
     """Render a row for each family, and what is said of kinds of models."""
     trained, sampled = ", ".join(f"`{name}`" for name in TRAINED), ", ".join(SAMPLED)
-    heads = ("family", "what is its own", "`megatron`", "`torch` sampler", "vLLM")
+    heads = ("family", "what is special", "`megatron`", "`torch` sampler", "vLLM")
     rows = [
         [
             family.models,

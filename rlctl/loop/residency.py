@@ -89,7 +89,7 @@ METRICS: tuple[Metric, ...] = tuple(
     Metric(
         name=f"mem/<role>_{moment}_GiB",
         unit="GiB",
-        meaning=f"Held by the largest rank {when} it last did {verb}.",
+        meaning=f"Held by the largest rank {when} its last {verb}.",
         when="roles share devices",
     )
     for verb, after in dict.fromkeys(

@@ -11,6 +11,8 @@ import pytest
 from typer.main import get_command
 
 from rlctl.cli import app
+from rlctl.memory.memory_plan import plan_memory
+from rlctl.presets import presets
 from specs.load.load import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,3 +107,22 @@ def test_the_example_of_every_help_parses() -> None:
         assert name == "Example"
         assert example.split()[:2] == ["rlctl", command.name]
         parsed(example)
+
+
+@pytest.mark.parametrize(
+    ("size", "model"),
+    [("0.5B", "Qwen2.5-0.5B-Instruct"), ("4B", "Qwen3-4B-Thinking-2507"), ("7B", "Qwen2.5-7B-Instruct")],
+)
+def test_what_fits_is_what_the_plan_says(size: str, model: str) -> None:
+    """The rows of the table in docs/memory.md whose models come with rlctl."""
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    (said,) = [line.split("|")[2:5] for line in page.splitlines() if line.startswith(f"| {size} |")]
+    on_eight = ("devices=[0,1,2,3,4,5,6,7]", "processes=8")
+    sharded = [f"{role}.{key}" for role in ("actor", "rollout") for key in on_eight]
+    sharded += ["actor.launcher=torchrun", "actor.engine={kind='fsdp2'}", "actor.micro_batch_tokens=4096"]
+    lora = ["actor.lora={rank=16, alpha=32.0, targets=['all-linear']}"]
+    for cell, changes in zip(said, ([], lora, sharded), strict=True):
+        spec = load_spec(presets()["grpo-1gpu"], [f"model.path=Qwen/{model}", *changes])
+        places = plan_memory(spec, ROOT, gpu_GiB=80, host_GiB=256).places
+        (peak,) = [max(map(place.bytes_in, place.phases)) for place in places if place.kind == "GPU"]
+        assert f"{peak / 2**30:.0f} GiB" == cell.strip()

@@ -143,7 +143,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen3 MoE (30B-A3B, …)",
-        "four experts, of which each token visits two; a dense layer below them",
+        "mixture of experts (tried with four, two for each token); a dense layer below them",
         {
             **LLAMA_LIKE,
             "model_type": "qwen3_moe",
@@ -160,7 +160,7 @@ FAMILIES = {
     ),
     "mixtral": Family(
         "Mixtral",
-        "four experts in every layer, of which each token visits two; files that name them otherwise",
+        "mixture of experts in every layer (tried with four, two for each token); files with names of their own",
         {
             **LLAMA_LIKE,
             "model_type": "mixtral",
