@@ -128,7 +128,7 @@ def init(
         presets.refuse_existing(presets.batch_script_of(path))  # before the spec is written: both or neither
     elsewhere = target == Machine.cluster
     if source is not None:
-        presets.write_translated(source, path, force=force, elsewhere=elsewhere)
+        presets.write_translated(source, path, force=force, elsewhere=elsewhere, cluster=launcher or "ray")
         typer.echo(f"wrote {path}")
     elif not (launcher and not preset and path.exists()):
         presets.write_preset(preset or "quickstart", path, force=force, elsewhere=elsewhere)

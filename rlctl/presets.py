@@ -92,7 +92,10 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     actor, sampling = run.lead_section, sampling_of(run)
     rollout = sampling.rollout if sampling is not None else None
     apart = rollout is not None and rollout.first_node >= actor.nodes
-    each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes if rollout else 0
+    replicas = rollout.processes // rollout.nodes if rollout else 0
+    spread = {role: run.role(role) for role in run.roles if ROLES[role].is_trainer}
+    # Those that lie on the actor's hosts, as it does, stay with it.
+    spread = {role: one for role, one in spread.items() if (one.nodes, one.processes) == (actor.nodes, actor.processes)}
     named = {place for role in run.roles for place in run.gpus(role)}
     far = {place for place in named if apart and rollout and place[0] in rollout.hosts}
     # A host gives GPUs from 0 to the highest number.
@@ -101,10 +104,10 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     text = template.render(
         **{
             "apart": apart,
-            "lead": run.lead,
+            "trainers": list(spread),
             "nodes": actor.nodes,
             "far_nodes": rollout.nodes if rollout else 0,
-            "each": each,
+            "each": actor.processes // actor.nodes,
             "replicas": replicas,
         },
         **{"gpus": gpus, "far_gpus": far_gpus},
@@ -136,22 +139,24 @@ def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = Fals
             _write(target.parent / name, code.read_text(encoding="utf-8"), force=False)
 
 
-def write_translated(source: Path, target: Path, *, force: bool, elsewhere: bool = False) -> None:
-    """Write the spec that another tool's file means to `target`, and print what became of each of its keys. Raises
-    UsageError when it is no such file, or a file is in the way."""
+def write_translated(source: Path, target: Path, *, force: bool, elsewhere: bool = False, cluster: str) -> None:
+    """Write the spec that another tool's file means to `target`, and print what became of each of its keys. `cluster`:
+    where several nodes come from. Raises UsageError when it is no such file, or a file is in the way."""
     from rlctl.show.screen import Screen
-    from rlctl.show.text_format import columns, counted
+    from rlctl.show.text_format import columns
     from rlctl.translate.foreign_files import read_foreign
     from rlctl.translate.translation import as_toml, translate
 
-    made = translate(*read_foreign(source), source.name)
+    made = translate(*read_foreign(source), source.name, cluster=cluster)
     text = as_toml(made)
     _write(target, text if elsewhere else _with_interpreters(text, target), force=force)
     screen = Screen(outlives=True)
     for head, rows in ((("translated", "here"), made.translated), (("left out", "why"), made.dropped)):
         if rows:
             screen.print(columns(head, list(rows.values()), left=2) + "\n", soft_wrap=True)
-    screen.print(f"left to you: {counted(sum(map(len, made.notes.values())), 'comment')} in {target}")
+    left = [[key, note] for key, notes in made.notes.items() for note in notes]
+    if left:
+        screen.print(columns(("left to you", "as a comment there"), left, left=2) + "\n", soft_wrap=True)
 
 
 def _with_pages_of_this_installation(text: str) -> str:

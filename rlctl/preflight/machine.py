@@ -28,10 +28,9 @@ def machine_problems(
     """Return errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `run_dir`:
     where the run writes. `starting`: the run begins now; `here`: nothing in the spec asks for another machine."""
     trackers = [(number, table) for number, table in enumerate(spec.tracking) if find_spec(table.package) is None]
-    errors = [*(missing_package(*tracker) for tracker in trackers), *_folders(spec, spec_dir, run_dir)]
+    errors = [*(missing_package(*tracker) for tracker in trackers), *_ray(spec), *_folders(spec, spec_dir, run_dir)]
     by_srun = [role for role, section in spec.sections() if ROLES[role].together and section.launcher == "srun"]
     warnings: list[Problem] = []
-    errors += _ray(spec)
     if not (starting or shutil.which("srun")):  # at a start the launcher says it
         hint = 'start it inside a SLURM job, or write "torchrun"'
         warnings += [NotHere(f"{role}.launcher", "this machine has no srun", hint) for role in by_srun]
@@ -41,8 +40,8 @@ def machine_problems(
 
 def _ray(spec: Spec) -> Iterator[Problem]:
     if spec.cluster is not None and spec.cluster.kind == "ray" and find_spec("ray") is None:
-        hint = "pip install 'rlctl[ray]', in the version that the cluster has"
-        yield Problem("cluster.kind", "the package ray is not installed", hint, '"ray"')
+        hint = "pip install ray, in the version that the cluster has"
+        yield NotHere("cluster.kind", "the package ray is not installed", hint, '"ray"')
 
 
 # ── folders and disk ──────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
-from specs.errors import Interrupted, Problem, RlctlError, SpecError
+from specs.errors import Interrupted, NotHere, Problem, RlctlError, SpecError
 from specs.json_file import read_object, write_object
 from specs.load.dotted_keys import flattened
 from specs.schema import tracker_tables as tables
@@ -104,7 +104,7 @@ def open_trackers(spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Sa
 def missing_package(number: int, table: tables.Tracker, why: str = "") -> Problem:
     """Say that the tracker's package is not there, or, with `why`, cannot be imported."""
     message = f"the package {table.package} " + (f"cannot be imported: {why}" if why else "is not installed")
-    return Problem(f"tracking.{number}.kind", message, f"pip install {table.package}", f'"{table.kind}"')
+    return NotHere(f"tracking.{number}.kind", message, f"pip install {table.package}", f'"{table.kind}"')
 
 
 def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:

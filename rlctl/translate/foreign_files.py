@@ -18,7 +18,7 @@ from specs.load.unknown_keys import translation_table
 _READS = "it reads a TRL script or YAML, a verl YAML or shell script, and a prime-rl TOML"
 # Calls of a script whose keywords are settings, and what of a trainer's is none.
 _CALLS = re.compile(r"\w*(Config|Arguments|Trainer)")
-_NO_SETTINGS = {"args", "train_dataset", "eval_dataset", "processing_class", "tokenizer", "callbacks", "peft_config"}
+_NO_SETTINGS = {"args", "train_dataset", "processing_class", "tokenizer", "callbacks", "peft_config"}
 _OVERRIDE = re.compile(r"(?:\w+=)?\(?\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # also `ARRAY=(key=value`
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 
@@ -97,12 +97,17 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
                 given["dataset_test_split"] = split
                 continue
             given |= dict(zip(("dataset_name", "dataset_config"), placed, strict=False), dataset_train_split=split)
-            given |= {"dataset_name": named["data_files"], "dataset_config": None} if "data_files" in named else {}
+            if "data_files" in named:
+                given |= {"dataset_name": named["data_files"], "dataset_config": None, "dataset_train_split": None}
+        elif name == "map" and (placed or named):
+            given["dataset_map"] = Code(ast.unparse(call))
         elif _CALLS.fullmatch(name):
             calls.add(name)
             model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)
             given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}
             given |= {"model_name_or_path": model} if model is not None else {}
+    if "dataset_test_split" in given:
+        given.pop("eval_dataset", None)
     return calls, given
 
 

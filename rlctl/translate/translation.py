@@ -43,8 +43,9 @@ class Translation:
         self.notes.setdefault(key, []).append(text)
 
 
-def translate(kind: str, given: Given, name: str) -> Translation:
-    """Return the spec that the settings of a file called `name` mean; `kind` is its row among the sources."""
+def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Translation:
+    """Return the spec that the settings of a file called `name` mean; `kind` is its row among the sources. `cluster`:
+    where several nodes come from."""
     source = translation_table("sources")[kind]
     recipe = RECIPES[source["recipe"]]
     made = Translation(recipe, name, {"run.recipe": source["recipe"], **source["set"]})
@@ -61,21 +62,21 @@ def translate(kind: str, given: Given, name: str) -> Translation:
         found = _converted(row, own, given[key], given, used)
         if lines := [line for target, value in found or () if (line := _put(made, target, value))]:
             made.translated[key] = (shown, ", ".join(lines))
-        elif found is None:
+        elif found is None and not (isinstance(row.how, list) and " if " in row.how[0]):
             by_hand.append((key, own, shown, row.remark or "not a value of rlctl"))
         else:
-            reason = row.remark if isinstance(row.how, dict) and "*" in row.how else ""
-            made.dropped[key] = (shown, reason or "rlctl's own way, without a key")
+            reason = row.remark if isinstance(row.how, list) or "*" in (row.how or ()) else ""
+            made.dropped[key] = (shown, reason or "so it is here already")
     for key, own, shown, remark in by_hand:
         if own in made.placed:
             made.dropped[key] = (shown, f"{own} = {_shown(made.values[own])} is given")
         else:
             made.note(own, f"{shown}: {remark}")
     for key in used & made.dropped.keys():
-        made.translated[key] = (made.dropped.pop(key)[0], "counted in with others")
+        made.translated[key] = (made.dropped.pop(key)[0], "part of another line")
     for key, note in source.get("notes", {}).items():
         made.note(key, note)
-    _complete(made)
+    _complete(made, cluster)
     of_person = given.keys() - defaults.keys()
     for _ in range(_ROUNDS):
         lines = [f"{key} = {written(value)}" for key, value in made.values.items()]
@@ -130,6 +131,10 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
 
 def _computed(formula: str, given: Given, used: set[str]) -> Any:
     """Return what a formula of the table gives; None where a key that it needs is not given, or is code."""
+    formula, _, condition = formula.partition(" if ")
+    name, _, word = condition.partition(":")
+    if condition and str(_named(name, given, used)).lower() != word:
+        return None
     verb, *names = formula.split() if re.match("range|list|text|functions", formula) else ("", *formula.split())
     values: list[Any] = [name if name in ("*", "/", ":") else _named(name, given, used) for name in names]
     if any(value is None or (isinstance(value, Code) and verb != "functions") for value in values):
@@ -197,7 +202,7 @@ def _name(text: str) -> str:
 # ── the spec ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _complete(made: Translation) -> None:
+def _complete(made: Translation, cluster: str) -> None:
     """Set what follows from other keys."""
     values = made.values
     for key in [key for key in values if ".N." in key]:
@@ -212,7 +217,7 @@ def _complete(made: Translation) -> None:
     if [one for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
         made.note("reward.terms", f"write these functions into rewards.py: importing {made.name} would run it")
     if any(int(value) > 1 for key, value in values.items() if key.endswith(".nodes")):
-        values["cluster.kind"] = "ray"
+        values["cluster.kind"] = cluster
     for key in [key for key, value in values.items() if value in ([], "rl") or (key.endswith(".nodes") and value == 1)]:
         del values[key]
     if values.get("actor.processes", 1) > 1:
@@ -229,7 +234,8 @@ def _complete(made: Translation) -> None:
     for key, value in translation_table("needed").items():
         if key in keys_of(made.recipe) - values.keys() and key.partition(".")[0] not in without:
             values[key] = value
-            made.notes.setdefault(key, []).insert(0, f"fill in: {made.name} does not say it")
+            why = "" if key in made.notes else f": {made.name} does not say it"
+            made.notes.setdefault(key, []).insert(0, f"fill in{why}")
 
 
 def _take_out(made: Translation, problem: Problem, of_person: Set[str]) -> bool:

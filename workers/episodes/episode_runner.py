@@ -243,7 +243,7 @@ def gateway_for_agents() -> Gateway:
     try:
         from workers.gateway.gateway_server import Gateway
     except ModuleNotFoundError as error:
-        raise RewardError(f"an agent needs {error.name}", hint='pip install "rlctl[agents]"') from None
+        raise RewardError(f"an agent needs {error.name}", hint="pip install aiohttp openai") from None
     return Gateway()
 
 

@@ -19,7 +19,11 @@ LIBRARIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "TRL": ("completions", {"prompts": "[prompt]", "completions": "[completion]", "completion_ids": "[[]]"}),
     "verl": (
         "solution_str",
-        {"solution_str": "completion", "ground_truth": 'row["answer"]', "extra_info": "row"},
+        {
+            "solution_str": "completion",
+            "ground_truth": 'row["reward_model"]["ground_truth"]',
+            "extra_info": 'row.get("extra_info")',
+        },
     ),
     "OpenRLHF": ("queries", {"queries": "[prompt + completion]", "prompts": "[prompt]", "labels": '[row["answer"]]'}),
 }
@@ -77,4 +81,7 @@ class BoundFunction:
         column = '[row["{}"]]' if lists else 'row["{}"]'
         given = ", ".join(f"{name}={values.get(name, column.format(name))}" for name in self._required)
         call = f"{self._name}({given})" + ("[0]" if lists else "")
-        return f"write def score(prompt, completion, row): return {call}, and name score"
+        hint = f"write def {self._name}_score(prompt, completion, row): return {call}, and name {self._name}_score"
+        if "[completion]" in given:
+            hint += '; if it reads messages, with completions=[[{"role": "assistant", "content": completion}]]'
+        return hint

@@ -98,6 +98,7 @@ def test_a_model_that_is_not_here_is_not_downloaded(tmp_path: Path, capsys: pyte
 
 def test_what_this_machine_lacks_is_a_note_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lacks = ("reward.python=/of/the/cluster/python", "rollout.python=/of/the/cluster/python")
+    lacks += ('tracking=[{kind="mlflow", experiment="e"}]',)
     code, found, _ = probe(capsys, preset("quickstart", tmp_path), *lacks, target="cluster")
     assert (code, found["problems"], found["warnings"], found["probe"]) == (0, [], [], True)
     for role in ("reward", "rollout"):

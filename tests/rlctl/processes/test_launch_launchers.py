@@ -34,6 +34,7 @@ from rlctl.processes.slurm import SlurmJob
 from specs.errors import RoleFailure
 from specs.load.load import load_spec
 from specs.packages import package_root
+from specs.schema.roles import ROLES
 from specs.wire.messages import Verb
 
 BOUND_S = 80.0
@@ -276,12 +277,13 @@ def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
     assert "--resume" in arguments_from(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")
 
 
-@pytest.mark.parametrize("name", ["dpo-cpu", "reward-model-cpu"])
-def test_what_learns_from_rows_has_all_hosts_of_a_job(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["dpo-cpu", "reward-model-cpu", "ppo-cpu"])
+def test_every_trainer_has_all_hosts_of_a_job(tmp_path: Path, name: str) -> None:
     spec = preset(name, tmp_path)
     arguments = arguments_from(write_batch_script(spec, force=False), tmp_path, ["n0", "n1", "n2"])
     overrides = [word for flag, word in pairwise(arguments) if flag == "--set"]
     run = load_spec(spec, overrides)
-    learner = make_plan(run, tmp_path).role(run.lead)
-    assert (learner.launcher, learner.nodes, learner.processes) == ("srun", 3, 3)
-    assert run.cluster is None, "srun knows the hosts of its job"
+    plan = make_plan(run, tmp_path)
+    trainers = [plan.role(role) for role in run.roles if ROLES[role].is_trainer]
+    assert {(one.launcher, one.nodes, one.processes) for one in trainers} == {("srun", 3, 3)}
+    assert (run.cluster is None) == ("rollout" not in run.roles), "srun knows the hosts of its job"

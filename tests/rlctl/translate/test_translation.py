@@ -87,9 +87,10 @@ data: {train_files: data/train.jsonl, prompt_key: question, train_batch_size: 25
 actor_rollout_ref:
   model: {path: Qwen/Qwen2.5-1.5B-Instruct}
   actor: {strategy: fsdp, ppo_mini_batch_size: 64, clip_ratio: 0.3, optim: {lr: 1e-6, lr_warmup_steps: 10}}
-  rollout: {name: vllm, temperature: 0.9, n: 1}
+  rollout: {name: vllm, temperature: 0.9, n: 1, val_kwargs: {do_sample: true, temperature: 0.6, top_k: -1, n: 4}}
 critic: {cliprange_value: 0.5}
-algorithm: {adv_estimator: gae, lam: 0.95, use_kl_in_reward: true, kl_ctrl: {type: fixed, kl_coef: 0.002}}
+algorithm: {adv_estimator: gae, lam: 0.95, use_kl_in_reward: true,
+  kl_ctrl: {type: fixed, kl_coef: 0.002, horizon: 10000, target_kl: 0.1}}
 trainer: {n_gpus_per_node: 4, total_training_steps: 300}
 custom_reward_function: {path: reward.py, name: score_answer}
 """
@@ -150,6 +151,10 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "run.steps": 200,
         },
     ),
+    "updates.py": (
+        TRL_GRPO.replace("max_steps=200", "max_steps=200, num_iterations=4, eval_steps=40, save_steps=100"),
+        {"run.steps": 50, "algorithm.epochs_per_step": 4, "eval.every": 10, "checkpoint.every": 25},
+    ),
     "sft.py": (
         TRL_SFT,
         {
@@ -185,6 +190,12 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "algorithm.kind": "ppo",
             "algorithm.kl_coef": 0.002,
+            "algorithm.kl_target": None,  # its type is fixed
+            "algorithm.kl_horizon": None,
+            "rollout.temperature": 0.9,
+            "rollout.top_k": None,
+            "eval.temperature": 0.6,
+            "eval.samples_per_prompt": 4,
             "algorithm.clip_low": 0.3,
             "algorithm.clip_high": 0.3,
             "data.max_prompt_tokens": 512,
@@ -235,6 +246,17 @@ def test_a_person_is_asked_where_a_value_is_computed_or_missing(tmp_path: Path) 
     assert made.notes["data.max_prompt_tokens"] == ["fill in: grpo.py does not say it"]
     assert "importing grpo.py would run it" in made.notes["reward.terms"][0]
     assert made.dropped["min_p"][1].startswith("log-probs must be those of the samples")
+    trainer = "GRPOTrainer(eval_dataset=rows['test'], deepspeed='zero3.json', vllm_mode='server')"
+    made = translated(
+        tmp_path, "more.py", TRL_GRPO.replace('vllm_mode="colocate",', "") + f"rows = rows.map(as_chat)\n{trainer}"
+    )
+    for key, shown in (
+        ("data.template", "dataset_map = rows.map(as_chat)"),
+        ("eval.data", "eval_dataset = rows['test']"),
+        ("actor.engine.kind", 'deepspeed = "zero3.json"'),
+        ("run.colocate", 'vllm_mode = "server"'),
+    ):
+        assert made.notes[key][0].startswith(shown)
 
 
 def test_what_a_spec_refuses_is_left_out_with_the_reason(tmp_path: Path) -> None:

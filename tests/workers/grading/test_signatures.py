@@ -35,11 +35,13 @@ def trl(completions: list[str], answer: list[str], **others: Any) -> list[float]
 def test_the_hint_is_a_function_that_scores(function: Callable[..., Any]) -> None:
     with pytest.raises(RewardError, match=r"as .* calls it") as error:
         BoundFunction(function, function.__name__)
-    line = re.search(r"def score\(prompt, completion, row\): return .*(?=, and name score)", error.value.hint)
-    assert line is not None, error.value.hint
+    line = r"(def (\w+)\(prompt, completion, row\): return .*?), and name (\w+)"
+    own, defined, name = re.findall(line, error.value.hint)[0]
+    assert defined == name == f"{function.__name__}_score", "several of them stand in one file"
     names: dict[str, Any] = {function.__name__: function}
-    exec(line[0], names)
-    assert names["score"]("2+2?", "it is 4", {"answer": "4", "data_source": "sums"}) == 1.0
+    exec(own, names)
+    row = {"answer": "4", "data_source": "sums", "reward_model": {"ground_truth": "4"}}
+    assert names[name]("2+2?", "it is 4", row) == 1.0
 
 
 def returned(*parameters: str) -> Callable[..., Any]:
