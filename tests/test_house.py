@@ -59,7 +59,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_530, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_310, 2_000, ("rlctl/show",)),
-    "run": (2_990, 2_200, ("rlctl/run",)),
+    "run": (2_995, 2_200, ("rlctl/run",)),
     "grading": (1_590, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         3_740,

@@ -92,8 +92,8 @@ class SignalWatch:
         limit = self._spec.data.max_response_tokens
         return (
             f"{share(finished)} of the completions end by themselves, the others are cut off at "
-            f"data.max_response_tokens = {limit}: what is graded is the beginning of an answer. Raise it, or see in "
-            "samples.jsonl (completion_raw) what the model writes instead of its end token."
+            f"data.max_response_tokens = {limit}. Where answers need more room, raise it; else samples.jsonl "
+            "(completion_raw) shows what the model writes instead of its end token. Random weights first learn to end."
         )
 
     def _scores(self, metrics: Mapping[str, Any], scored: Scored) -> Iterator[str]:

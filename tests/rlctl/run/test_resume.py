@@ -24,7 +24,7 @@ TRAINED = "model.from_scratch=false"  # adapters want it
         ("actor.processes=4", "actor.processes: 1 → 4", True),
         ("actor.engine.kind=fsdp2", 'actor.engine.kind: "ddp" → "fsdp2"', True),
         ('model.attn_implementation="sdpa"', 'model.attn_implementation: "auto" → "sdpa"', True),
-        ("run.steps=7", "run.steps: 100 → 7", True),
+        ("run.steps=7", "run.steps: 100 → 7, where the cosine schedule of the learning rate now ends", True),
         ("run.seed=1", "run.seed: 0 → 1", False),
         ("actor.optimizer.lr=1", "actor.optimizer.lr: 0.001 → 1.0", False),
         ("actor.devices=[0]", 'actor.dtype: "fp32" → "bf16"', False),  # `auto` is what it means there
