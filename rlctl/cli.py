@@ -20,7 +20,7 @@ Option, Argument = (partial(kind, show_default=False) for kind in (typer.Option,
 
 app = typer.Typer(
     name="rlctl",
-    help="Train language models with reinforcement learning. One TOML file says everything about a run.",
+    help="Post-train language models: RL, SFT, preferences, reward models. One TOML file says everything about a run.",
     no_args_is_help=True,
     rich_markup_mode=None,  # rich help pulls in a Markdown parser: twice the time of everything else
     pretty_exceptions_enable=False,

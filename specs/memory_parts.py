@@ -29,7 +29,8 @@ class Part:
 
     `host`: in host memory although the rank computes on a GPU. `leaves`: moves to the host while another role has a
     shared device, or (`dropped`) is let go of. `context`: of the process, not in what allocators report.
-    `first_rank`: only the first rank has it. `of_tokens`: it grows with the tokens of a micro-batch.
+    `first_rank`: only the first rank has it. `of_tokens`: it grows with the tokens of a micro-batch. `avoided_by`: a
+    key of its engine.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Part:
     dropped: bool = False
     context: bool = False
     first_rank: bool = False
+    avoided_by: str = ""
     of_tokens: bool = False
 
 

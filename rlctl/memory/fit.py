@@ -50,6 +50,8 @@ def does_not_fit(spec: Spec, place: Place) -> Problem:
     key, hint = f"{role}.engine.kind", "use more GPUs, a smaller model, or an engine that shards or offloads more"
     if ROLES[role].samples:
         hint = "lower what its engine takes for sequences and their cache, or data.max_response_tokens"
+    elif part.avoided_by:
+        hint = f"{role}.engine.{part.avoided_by} does without that part, with more traffic; else {hint}"
     elif part.of_tokens:
         key, hint = f"{role}.micro_batch_tokens", "lower it, or recompute activations (gradient_checkpointing)"
     (problem,) = with_values(spec, [Problem(key, message, f"{hint}; {page('memory.md')} says what each costs")])

@@ -210,7 +210,7 @@ def _compare_memory(run: RunDir, groups: Groups, progress: Progress) -> None:
     """Compare what was planned for each role with what it took: for the report, and in a line."""
     if compared := memory.compare(run.spec, run.spec_dir, {role: groups[role] for role in run.spec.roles}):
         memory.write(compared, run.path)
-        progress.message(f"memory at most: {memory.line(compared)}")
+        progress.message(f"peak memory: {memory.line(compared)}")
 
 
 METRICS: tuple[Metric, ...] = (

@@ -112,7 +112,7 @@ class Progress:
         self._keep_evals(self._step, metrics)
         if self.live:
             self._redraw()
-        elif now - self._last_line >= PLAIN_LINE_S or self._step >= self._total:
+        elif now - self._last_line >= PLAIN_LINE_S or self._step >= self._total or eval_keys.by_set(metrics):
             self.message(self._plain_line())
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:

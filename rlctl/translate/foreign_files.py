@@ -84,31 +84,52 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
     known: dict[str, Any] = {}
     calls: set[str] = set()
     given: dict[str, Any] = {}
+    assigned: dict[str, ast.expr] = {}
+    sources: dict[str, ast.expr] = {}  # what a trainer is given as data
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             known.setdefault(node.targets[0].id, _value(node.value, known))
+            assigned.setdefault(node.targets[0].id, node.value)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func).rpartition(".")[2]
         named = {key.arg: _value(key.value, known) for key in call.keywords if key.arg}
         placed = [_value(one, known) for one in call.args]
-        if name == "load_dataset":
-            split = named.get("split", "train")
-            if "test" in split or "val" in split:
-                given["dataset_test_split"] = split
-                continue
-            given |= dict(zip(("dataset_name", "dataset_config"), placed, strict=False), dataset_train_split=split)
-            if "data_files" in named:
-                given |= {"dataset_name": named["data_files"], "dataset_config": None, "dataset_train_split": None}
-        elif name == "map" and (placed or named):
+        if name == "map" and (placed or named):
             given["dataset_map"] = Code(ast.unparse(call))
         elif _CALLS.fullmatch(name):
             calls.add(name)
+            sources |= {key.arg: key.value for key in call.keywords if key.arg in ("train_dataset", "eval_dataset")}
             model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)
             given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}
             given |= {"model_name_or_path": model} if model is not None else {}
-    if "dataset_test_split" in given:
-        given.pop("eval_dataset", None)
+    train = _loaded(sources.get("train_dataset", tree), assigned, known)
+    given |= dict(zip(("dataset_name", "dataset_config", "dataset_train_split"), train, strict=False))
+    if held_out := _loaded(sources["eval_dataset"], assigned, known) if "eval_dataset" in sources else ():
+        given |= dict(zip(("eval_dataset", "eval_config", "dataset_test_split"), held_out, strict=True))
     return calls, given
+
+
+def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any], split: Any = None) -> tuple[Any, ...]:
+    """Return name, configuration and split of the data set that an expression is made from, the first of a script; of
+    a file its path alone. () where there is none."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Call(func=function) if ast.unparse(function).rpartition(".")[2] == "load_dataset":
+                named = {key.arg: _value(key.value, known) for key in inner.keywords}
+                placed = [_value(one, known) for one in inner.args]
+                if "data_files" in named:
+                    return named["data_files"], None, None
+                name, config = [*placed, named.get("path"), named.get("name")][:2] if len(placed) < 2 else placed[:2]
+                return name, config, split or named.get("split", "train")
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=part)) if name in assigned:
+                return _loaded(assigned[name], _without(assigned, name), known, part)
+            case ast.Name(id=name) if name in assigned:
+                return _loaded(assigned[name], _without(assigned, name), known, split)
+    return ()
+
+
+def _without(names: dict[str, ast.expr], name: str) -> dict[str, ast.expr]:
+    return {known: value for known, value in names.items() if known != name}  # `x = x.map(…)` ends
 
 
 def _value(node: ast.expr, known: dict[str, Any]) -> Any:

@@ -52,6 +52,8 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, given)}
     given = {key: value for key, value in {**given, **defaults}.items() if value not in (None, {})}
     used: set[str] = set()  # their keys in formulas
+    derived = {key: _computed(formula, given, used) for key, formula in source.get("derived", {}).items()}
+    given |= {key: value for key, value in derived.items() if value is not None and not _ending(key, given)}
     by_hand = []
     for key, row in _in_order(given, recipe):
         shown = f"{key} = {_shown(given[key])}" + (" (default)" if key in defaults else "")
@@ -59,14 +61,14 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             made.dropped[key] = (shown, row.remark.partition(": remove the ")[0] if row else "rlctl has no such key")
             continue
         own = row.of_roles([recipe.lead, *key.split(".")], recipe)[-1]
-        found = _converted(row, own, given[key], given, used)
+        found = _converted(row, own, given[key], {key: given[key], **given}, used)
         if lines := [line for target, value in found or () if (line := _put(made, target, value))]:
             made.translated[key] = (shown, ", ".join(lines))
         elif found is None and not (isinstance(row.how, list) and " if " in row.how[0]):
-            by_hand.append((key, own, shown, row.remark or "not a value of rlctl"))
+            by_hand.append((key, own, shown, row.remark or "could not be translated"))
         else:
             reason = row.remark if isinstance(row.how, list) or "*" in (row.how or ()) else ""
-            made.dropped[key] = (shown, reason or "so it is here already")
+            made.dropped[key] = (shown, reason or "as rlctl does without a key")
     for key, own, shown, remark in by_hand:
         if own in made.placed:
             made.dropped[key] = (shown, f"{own} = {_shown(made.values[own])} is given")
@@ -91,7 +93,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
 
 def _in_order(given: Given, recipe: type[Spec]) -> list[tuple[str, ForeignKey | None]]:
     """Return the keys with their rows, in the table's order: of two that set the same key of ours, the later counts."""
-    order = {row: place for place, row in enumerate([*foreign_keys().values(), *foreign_keys(of_rows=True).values()])}
+    order = {
+        row: place for place, row in enumerate([*foreign_keys(False).values(), *foreign_keys(of_rows=True).values()])
+    }
     rows: list[tuple[str, ForeignKey | None]] = []
     for key in given:
         path = key.split(".")
@@ -108,7 +112,8 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
     values = value if isinstance(value, list) else [value]
     if isinstance(row.how, list):
         formulas = (assignment.split("=", 1) for assignment in row.how)
-        computed = [(target, _computed(formula, given, used)) for target, formula in formulas]
+        named = ((own if target == row.ours else target, formula) for target, formula in formulas)
+        computed = [(target, _computed(formula, given, used)) for target, formula in named]
         return [pair for pair in computed if pair[1] is not None] or None
     if any(isinstance(one, Code) or (isinstance(one, str) and "$" in one) for one in values):
         return None

@@ -118,8 +118,7 @@ class LearningRole(ModelRole):
     """A role that learns."""
 
     gradient_checkpointing: Annotated[bool | int, PlainValidator(some_layers)] = False
-    """Recompute activations in the backward pass to save memory: `true` those of all layers, a number those of the
-    first so many."""
+    """Recompute activations in the backward pass to save memory: `true`: of all layers; N: of the first N layers."""
     activation_offload: bool = False
     """Let activations wait in host memory for the backward pass; with `gradient_checkpointing` what enters each
     layer, which is little and overlaps with the computation."""

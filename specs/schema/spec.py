@@ -116,8 +116,8 @@ class RolloutSection(Restartable):
     top_k: int = Field(0, ge=0)
     """Sample from the k likeliest tokens; 0: all."""
     stop: tuple[NonEmpty, ...] = ()
-    """Texts that end a completion, besides the model's own end tokens. Each must encode to one token: `</answer>`
-    mostly does not, and is refused."""
+    """Stop strings: texts that end a completion, besides the model's own end tokens. Each must be one token of the
+    tokenizer; `</answer>` usually is not, and is then refused."""
     max_probe_gap: float | None = Field(None, gt=0)
     """Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16, more where
     log-probs are so large that neighbouring numbers of the dtype lie further apart."""

@@ -77,7 +77,7 @@ FAMILIES = {
     ),
     "qwen3": Family(
         "Qwen3",
-        "norms of queries and keys; heads wider than the hidden size has room for",
+        "norms of queries and keys; heads × head dim above the hidden size",
         {
             **LLAMA_LIKE,
             "model_type": "qwen3",

@@ -31,7 +31,7 @@ ValueClip = Annotated[
     float | None,
     Field(
         gt=0,
-        description="How far from its value before the step a value may move before it gains nothing; unset: any way.",
+        description="How far from its value before the step a value may move before it gains nothing; unset: no limit.",
     ),
 ]
 

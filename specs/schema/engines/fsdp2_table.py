@@ -73,7 +73,8 @@ class Fsdp2Table(OwnModules):
             yield state("Adam moments", mine * ADAM_BYTES, host=host)
             if not self.sync_every_micro_batch and held.several_micro_batches:
                 waiting = elements(held.trained) * FP32_BYTES
-                yield Part("gradients, whole, until the last micro-batch", waiting, frozenset({"train"}))
+                what, key = "gradients, whole, until the last micro-batch", "sync_every_micro_batch = true"
+                yield Part(what, waiting, frozenset({"train"}), avoided_by=key)
         tensors = held.tensors
         layers = tensors.elements - tensors.outside_layers
         live = min(layers, 2 * tensors.largest_layer) if self.reshard_after_forward else layers

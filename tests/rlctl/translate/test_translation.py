@@ -94,6 +94,19 @@ algorithm: {adv_estimator: gae, lam: 0.95, use_kl_in_reward: true,
 trainer: {n_gpus_per_node: 4, total_training_steps: 300}
 custom_reward_function: {path: reward.py, name: score_answer}
 """
+VERL_CRITIC = """
+python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\
+    algorithm.use_kl_in_reward=True data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    critic.optim.lr_warmup_steps_ratio=0.05 trainer.total_training_steps=100 actor_rollout_ref.rollout.dtype=bfloat16
+"""
+TRL_SETS = """
+config = GRPOConfig(generation_batch_size=64, per_device_train_batch_size=8, gradient_accumulation_steps=2,
+    num_generations=8, num_iterations=2, max_steps=400, eval_steps=80)
+rows = load_dataset("org/sums", "easy", split="train")
+held_out = load_dataset("json", data_files="test.jsonl", split="train")
+other = load_dataset("json", data_files="other.jsonl", split="train")
+GRPOTrainer(model="Qwen/Qwen3-0.6B", args=config, train_dataset=rows.shuffle(seed=1), eval_dataset=held_out).train()
+"""
 PRIME_RL = """
 max_steps = 100
 seq_len = 2048
@@ -203,6 +216,35 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "reward.terms": [{"kind": "function", "path": "reward.py:score_answer"}],
         },
     ),
+    "critic.sh": (
+        VERL_CRITIC,
+        {
+            "algorithm.kl_coef": 0.001,
+            "algorithm.gae_lambda": 1.0,
+            "algorithm.value_clip": 0.5,
+            "actor.optimizer.warmup_steps": None,
+            "critic.optimizer.warmup_steps": 20,  # of 100 steps with four mini-batches each
+            "critic.optimizer.weight_decay": 0.01,
+            "data.overlong": "refuse",
+            "rollout.dtype": "bf16",
+        },
+    ),
+    "sets.py": (
+        TRL_SETS,
+        {
+            "data.train": "org/sums:easy",
+            "eval.data": "test.jsonl",
+            "data.prompts_per_step": 8,
+            "algorithm.mini_batches_per_step": 4,
+            "run.steps": 50,
+            "eval.every": 10,
+        },
+    ),
+    "splits.py": (
+        TRL_SETS.replace("=rows.shuffle(seed=1)", '=both["train"]').replace("=held_out", '=both["validation"]')
+        + 'both = load_dataset("org/both")',
+        {"data.train": "org/both", "eval.data": "org/both", "eval.split": "validation"},
+    ),
     "rl.toml": (
         PRIME_RL,
         {
@@ -242,7 +284,7 @@ def test_what_users_write_becomes_a_spec(tmp_path: Path, name: str) -> None:
 
 def test_a_person_is_asked_where_a_value_is_computed_or_missing(tmp_path: Path) -> None:
     made = translated(tmp_path, "grpo.py", TRL_GRPO)
-    assert made.notes["run.seed"] == ["seed = int('7'): not a value of rlctl"]
+    assert made.notes["run.seed"] == ["seed = int('7'): could not be translated"]
     assert made.notes["data.max_prompt_tokens"] == ["fill in: grpo.py does not say it"]
     assert "importing grpo.py would run it" in made.notes["reward.terms"][0]
     assert made.dropped["min_p"][1].startswith("log-probs must be those of the samples")
