@@ -20,7 +20,8 @@ _READS = "it reads a TRL script or YAML, a verl YAML or shell script, and a prim
 _CALLS = re.compile(r"\w*(Config|Arguments|Trainer)")
 _NO_SETTINGS = {"args", "train_dataset", "processing_class", "tokenizer", "callbacks", "peft_config"}
 _OVERRIDE = re.compile(r"(?:\w+=)?\(?\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # also `ARRAY=(key=value`
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)")  # one that holds no other
+_DEPTH = 4  # of variables in the defaults of others
 
 
 class Code(str):
@@ -96,6 +97,8 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
         placed = [_value(one, known) for one in call.args]
         if name == "map" and (placed or named):
             given["dataset_map"] = Code(ast.unparse(call))
+        elif name == "train_test_split":
+            given["train_test_split"] = Code(ast.unparse(call))
         elif _CALLS.fullmatch(name):
             calls.add(name)
             sources |= {key.arg: key.value for key in call.keywords if key.arg in ("train_dataset", "eval_dataset")}
@@ -104,7 +107,9 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
             given |= {"model_name_or_path": model} if model is not None else {}
     train = _loaded(sources.get("train_dataset", tree), assigned, known)
     given |= dict(zip(("dataset_name", "dataset_config", "dataset_train_split"), train, strict=False))
-    if held_out := _loaded(sources["eval_dataset"], assigned, known) if "eval_dataset" in sources else ():
+    if "train_test_split" in given:
+        given.pop("eval_dataset", None)
+    elif held_out := _loaded(sources["eval_dataset"], assigned, known) if "eval_dataset" in sources else ():
         given |= dict(zip(("eval_dataset", "eval_config", "dataset_test_split"), held_out, strict=True))
     return calls, given
 
@@ -137,6 +142,8 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
     match node:
         case ast.Constant():
             return node.value
+        case ast.Call(func=ast.Attribute(attr="from_pretrained"), args=[name, *_]):
+            return _value(name, known)
         case ast.Name() if node.id in known:
             return known[node.id]
         case ast.List() | ast.Tuple():
@@ -158,8 +165,7 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
     known: dict[str, str] = {"HOME": "~"}
 
     def variable(found: re.Match[str]) -> str:
-        default = found[0] if found[2] is None else _VARIABLE.sub(variable, found[2])
-        return known.get(found[1] or found[3], default)
+        return known.get(found[1] or found[3], found[0] if found[2] is None else found[2])
 
     def computed(found: re.Match[str]) -> str:
         numbers = {name: int(value) for name, value in known.items() if value.isdigit()}
@@ -167,12 +173,16 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
         return found[0] if isinstance(value, Code) else str(value)
 
     for line in text.replace("\\\n", " ").splitlines():
+        for _ in range(_DEPTH):
+            line = _VARIABLE.sub(variable, line)
         try:
-            words = shlex.split(re.sub(r"\$\(\(([^()]*)\)\)", computed, _VARIABLE.sub(variable, line)), comments=True)
+            words = shlex.split(re.sub(r"\$\(\(([^()]*)\)\)", computed, line), comments=True)
         except (ValueError, SyntaxError):  # such as a quote that another line closes
             continue
         for word in words:
-            if found := _OVERRIDE.fullmatch(word.removesuffix(")")):
+            if word.startswith("--config-name"):
+                yield "config_name", word.partition("=")[2]
+            elif found := _OVERRIDE.fullmatch(word.removesuffix(")")):
                 yield found[1], _yaml(found[2])
             elif assigned := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
                 known.setdefault(assigned[1], assigned[2])

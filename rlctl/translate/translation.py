@@ -68,7 +68,8 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             by_hand.append((key, own, shown, row.remark or "could not be translated"))
         else:
             reason = row.remark if isinstance(row.how, list) or "*" in (row.how or ()) else ""
-            made.dropped[key] = (shown, reason or "as rlctl does without a key")
+            off = isinstance(given[key], int | float) and given[key] < 0
+            made.dropped[key] = (shown, reason or ("it cannot be off" if off else "as rlctl does without a key"))
     for key, own, shown, remark in by_hand:
         if own in made.placed:
             made.dropped[key] = (shown, f"{own} = {_shown(made.values[own])} is given")
@@ -218,9 +219,17 @@ def _complete(made: Translation, cluster: str) -> None:
             entries += [{}] * (place == len(entries))
             entries[place] = {**entries[place], inner: one}
     values.setdefault("run.name", _name(made.name.rpartition(".")[0]))
-    values["tracking"] = [{"kind": "wandb", "project": values["run.name"], **one} for one in values.get("tracking", [])]
+    kinds = {"kind": "wandb", "project": values["run.name"]}
+    trackers = [{**kinds, **one} for one in values.get("tracking", [])]
+    values["tracking"] = [one if one["kind"] in ("wandb", "trackio") else {"kind": one["kind"]} for one in trackers]
     if [one for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
         made.note("reward.terms", f"write these functions into rewards.py: importing {made.name} would run it")
+    if any(key.startswith("environment.") for key in values):  # their limit of a response is one of all turns
+        limits = [values.get(f"data.max_{part}_tokens", 1024) for part in ("prompt", "response")]
+        values.setdefault("environment.max_episode_tokens", sum(limits))
+        if not values.keys() & {"environment.path", "environment.tools", "environment.agent"}:
+            values["environment.tools"] = ["tools.py:tool"]
+            made.note("environment.tools", "fill in")
     if any(int(value) > 1 for key, value in values.items() if key.endswith(".nodes")):
         values["cluster.kind"] = cluster
     for key in [key for key, value in values.items() if value in ([], "rl") or (key.endswith(".nodes") and value == 1)]:

@@ -94,6 +94,14 @@ algorithm: {adv_estimator: gae, lam: 0.95, use_kl_in_reward: true,
 trainer: {n_gpus_per_node: 4, total_training_steps: 300}
 custom_reward_function: {path: reward.py, name: score_answer}
 """
+VERL_TURNS = """
+export ROOT=${ROOT:-/data}
+TRAIN=${TRAIN:-"${ROOT}/turns.parquet"}
+python3 -m verl.trainer.main_ppo --config-name='turns' data.train_files="${TRAIN}" algorithm.adv_estimator=grpo \\
+    data.max_prompt_length=512 data.max_response_length=4096 actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5 trainer.logger=tensorboard trainer.save_freq=-1 \\
+    actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml
+"""
 VERL_CRITIC = """
 python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\
     algorithm.use_kl_in_reward=True data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
@@ -214,6 +222,17 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "data.max_prompt_tokens": 512,
             "critic.optimizer.lr": 1e-5,
             "reward.terms": [{"kind": "function", "path": "reward.py:score_answer"}],
+        },
+    ),
+    "turns.sh": (
+        VERL_TURNS,
+        {
+            "data.train": "/data/turns.parquet",
+            "data.max_response_tokens": 4096,
+            "environment.max_turns": 5,
+            "environment.max_episode_tokens": 4608,
+            "rollout.engine.kind": "vllm",
+            "tracking": [{"kind": "tensorboard"}],
         },
     ),
     "critic.sh": (
