@@ -78,3 +78,5 @@ export PATH="$VENV/bin:$PATH"
 # The environment's own settings win over an activated one.
 export VIRTUAL_ENV="$VENV"
 unset PYTHONHOME
+# Every rank, grader and test process imports the same modules: compiled once.
+unset PYTHONDONTWRITEBYTECODE
