@@ -77,8 +77,11 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             made.note(own, f"{shown}: {remark}")
     for key in used & made.dropped.keys():
         made.translated[key] = (made.dropped.pop(key)[0], "part of another line")
-    for key, note in source.get("notes", {}).items():
-        made.note(key, note)
+    sections = {key.partition(".")[0] for key in made.values} | {"checkpoint"}
+    unset = {key: note for key, note in source.get("unset", {}).items() if key not in made.values}
+    for key, note in (source.get("notes", {}) | unset).items():
+        if key not in unset or key.partition(".")[0] in sections:
+            made.note(key, note)
     _complete(made, cluster)
     of_person = given.keys() - defaults.keys()
     for _ in range(_ROUNDS):

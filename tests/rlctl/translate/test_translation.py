@@ -338,4 +338,6 @@ def test_the_table_sets_keys_that_exist() -> None:
     known = frozenset().union(*map(keys_of, RECIPES.values()))
     assert translation_table("needed").keys() <= known
     for source in translation_table("sources").values():
-        assert {*source["set"], *source.get("notes", {})} <= keys_of(RECIPES[source["recipe"]])
+        assert {*source["set"], *source.get("notes", {}), *source.get("unset", {})} <= keys_of(
+            RECIPES[source["recipe"]]
+        )
