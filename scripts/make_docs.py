@@ -1,5 +1,5 @@
-"""Write the pages that are made of the source, so that they cannot drift: `spec.md` of the schema, `metrics.md` of
-where metrics are made, `coming-from.md` of other tools' keys, `models.md` of the families that tests train.
+"""Write what pages have of the source, so that it cannot drift: `spec.md` of the schema and of where metrics are made,
+`coming-from.md` of other tools' keys, the end of `engines.md` of the families that tests train.
 
 python scripts/make_docs.py            # write them
 python scripts/make_docs.py --check    # exit 1 when a file is not what it would be
@@ -273,11 +273,11 @@ def render() -> str:
     return "\n".join(page.lines).rstrip() + "\n"
 
 
-# ── docs/metrics.md ───────────────────────────────────────────────────────────────────────────────
+# ── metrics, in docs/spec.md ───────────────────────────────────────────────────────────────────────────────
 
-METRICS = """# Every metric
+METRICS = """## Every metric
 
-Generated from where metrics are made by `scripts/make_docs.py`; do not edit.
+From where metrics are made.
 
 `metrics.jsonl` in the run directory has one JSON object per step, `rlctl.load_metrics(RUN_DIR)` reads it
 ([from Python](watching.md#from-python)), [trackers](watching.md#trackers) get the same names, and the
@@ -300,7 +300,7 @@ def render_metrics() -> str:
     lines = [METRICS]
     for group, rows in sorted(groups.items()):
         slash = "/" if any(row[0].startswith(f"`{group}/") for row in rows) else ""
-        lines += [f"## `{group}{slash}`", "", *grid(("name", "unit", "meaning", "when"), rows)]
+        lines += [f"### Metrics: `{group}{slash}`", "", *grid(("name", "unit", "meaning", "when"), rows)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -356,12 +356,11 @@ def _their_keys(*, of_rows: bool) -> str:
     return "| their key | here | |\n|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
-# ── docs/models.md ────────────────────────────────────────────────────────────────────────────────
+# ── models, in docs/engines.md ────────────────────────────────────────────────────────────────────────────────
 
-MODELS = """# Models
+MODELS = """## Models
 
-Generated from the families that tests train and sample (`tests/support/families.py`) by `scripts/make_docs.py`; do not
-edit.
+From the families that tests train and sample (`tests/support/families.py`).
 
 Each was tried with a few thousand parameters, from disk, on CPUs; [on a GPU](gpu.md) only Qwen2's shape was.
 Log-probs, gradients and weights after a step are those of transformers' own modules on one sequence at a time: 2e-5
@@ -371,11 +370,12 @@ table is not refused: every start proves packing, the sampler its cache, and eve
 All were trained as {trained} (the rest in fp32).
 
 """
+MARK = "<!-- from here on written by scripts/make_docs.py -->"
 AFTER_MODELS = """
 **Refused**: layers of other kinds (indexed and compressed attention), encoder-decoder models, quantised weights,
 latent attention with vLLM on the CPU, and sequences beyond the first context of a LongRoPE model.
 
-## Layers that carry a state
+### Layers that carry a state
 
 Gated delta nets, Mamba 2 and short convolutions run over each sequence of a packed row by itself. Completions of one
 prompt begin in the state in which it ended: it is computed once, and the gradients of all of them reach it. A build
@@ -385,19 +385,19 @@ beside its cache and proves that decoding gives the model's own log-probs. Ranks
 where they are installed, were not tried; without them transformers' torch formulas compute, which are slow for short
 sequences.
 
-## Softcap, sinks, chunks, latent attention
+### Softcap, sinks, chunks, latent attention
 
 Where sdpa does not know what a model does to its scores, `auto` takes `eager`: the model's own function, on batches of
 sequences of like length, in training and over the sampler's cache. Windows and chunks are proven with short ones.
 Latent attention trains and is sampled with keys and values unfolded: the cache holds them whole.
 
-## Folders of several models
+### Folders of several models
 
 Multimodal checkpoints ({composites}) train their language model alone: nothing else is loaded. An export is the whole
 folder as it came with the trained weights in place, loaded back by the class that it names. A critic or reward model
 becomes a model of its own. Engines with models of their own (`megatron`, `vllm`, `sglang`) refuse such a folder.
 
-## Mixtures of experts
+### Mixtures of experts
 
 The loss has no balancing term, and in bf16 sampler and trainer may route a token differently: expect a larger
 `rollout/logprob_gap`.
@@ -428,8 +428,13 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
     given = parser.parse_args()
     check, docs = given.check, given.docs
-    made = {"models": render_models, "spec": render, "metrics": render_metrics, "coming-from": render_coming_from}
-    pages = {docs / f"{name}.md": make() for name, make in made.items()}
+    engines = (docs / "engines.md").read_text(encoding="utf-8").partition(MARK)[0]
+    made = {
+        "engines": f"{engines}{MARK}\n\n{render_models()}",
+        "spec": f"{render()}\n{render_metrics()}",
+        "coming-from": render_coming_from(),
+    }
+    pages = {docs / f"{name}.md": text for name, text in made.items()}
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if check and stale:
         names = ", ".join(f"docs/{path.name}" for path in stale)

@@ -64,5 +64,5 @@ def environments() -> Path:
 
 
 def page(name: str) -> str:
-    """Return the path of a page of the documentation, such as `memory.md`: in the clone, or where the wheel has it."""
+    """Return the path of a page of the documentation, such as `spec.md`: in the clone, or where the wheel has it."""
     return f"docs/{name}" if in_clone() else str(_SHIPPED / "docs" / name)

@@ -1,4 +1,4 @@
-"""Estimate what a forward and a backward pass keep, held against measured peaks (docs/memory.md).
+"""Estimate what a forward and a backward pass keep, held against measured peaks (docs/check-config.md).
 
 T: tokens of a micro-batch, E: hidden size, I: width of the MLP, D: head size, V: vocabulary.
 """

@@ -54,7 +54,7 @@ def does_not_fit(spec: Spec, place: Place) -> Problem:
         hint = f"{role}.engine.{part.avoided_by} does without that part, with more traffic; else {hint}"
     elif part.of_tokens:
         key, hint = f"{role}.micro_batch_tokens", "lower it, or recompute activations (gradient_checkpointing)"
-    (problem,) = with_values(spec, [Problem(key, message, f"{hint}; {page('memory.md')} says what each costs")])
+    (problem,) = with_values(spec, [Problem(key, message, f"{hint}; {page('check-config.md')} says what each costs")])
     return problem
 
 

@@ -71,7 +71,7 @@ def assumptions(plan: MemoryPlan) -> list[str]:
     """Return what the numbers rest on."""
     notes = [
         f"what {role.role} holds is not known: the table of the engine {role.engine} has no formula for "
-        f"{' and '.join(role.not_known)} ({page('memory.md')})"
+        f"{' and '.join(role.not_known)} ({page('check-config.md')})"
         for role in plan.not_known
     ]
     sources = dict.fromkeys(role.source for role in plan.roles if role.source)
@@ -80,7 +80,7 @@ def assumptions(plan: MemoryPlan) -> list[str]:
     asleep = {part.nbytes for role in plan.roles for part in role.parts if part.name == "left while asleep"}
     return [
         *notes,
-        f"parameters are known from {' and '.join(sources)}; what is marked ~ is estimated ({page('memory.md')})",
+        f"parameters are known from {' and '.join(sources)}; what is marked ~ is estimated ({page('check-config.md')})",
         "activations and logits are those of a full micro-batch, sequences as long as they may be",
         f"a process takes {CONTEXT_GIB:g} GiB of a GPU for its CUDA context, NCCL some more, and {PROCESS_GIB:g} GiB "
         "on the CPU for Python, torch and transformers",

@@ -114,8 +114,8 @@ def test_the_example_of_every_help_parses() -> None:
     [("0.5B", "Qwen2.5-0.5B-Instruct"), ("4B", "Qwen3-4B-Thinking-2507"), ("7B", "Qwen2.5-7B-Instruct")],
 )
 def test_what_fits_is_what_the_plan_says(size: str, model: str) -> None:
-    """The rows of the table in docs/memory.md whose models come with rlctl."""
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    """The rows of the table in docs/check-config.md whose models come with rlctl."""
+    page = (ROOT / "docs" / "check-config.md").read_text(encoding="utf-8")
     (said,) = [line.split("|")[2:5] for line in page.splitlines() if line.startswith(f"| {size} |")]
     on_eight = ("devices=[0,1,2,3,4,5,6,7]", "processes=8")
     sharded = [f"{role}.{key}" for role in ("actor", "rollout") for key in on_eight]

@@ -69,7 +69,7 @@ def matching(key: str) -> tuple[str, ...]:
 
 @cache
 def _of_rows() -> tuple[str, ...]:
-    """What docs/metrics.md says in a sentence: evaluations on rows have the metrics of the objective."""
+    """What docs/spec.md says in a sentence: evaluations on rows have the metrics of the objective."""
     tables = {table for recipe in RECIPES.values() for table in _objectives(recipe)}
     own = {metric.name.rpartition("/")[2] for table in tables for metric in table.metrics}
     return tuple(f"eval/<set>/{name}" for name in sorted({*own, "perplexity"}))

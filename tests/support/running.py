@@ -87,7 +87,7 @@ def metrics(run_dir: Path) -> list[dict]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     found = [json.loads(line) for line in lines if line.endswith("\n")]
     missing = undeclared(dict.fromkeys(key for line in found for key in line))
-    assert not missing, f"docs/metrics.md would not have {missing}: declare them in METRICS where they are made"
+    assert not missing, f"docs/spec.md would not have {missing}: declare them in METRICS where they are made"
     return found
 
 

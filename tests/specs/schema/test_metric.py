@@ -1,4 +1,4 @@
-"""`docs/metrics.md` has every metric once. That runs write no others, `running.metrics` checks in each of them."""
+"""`docs/spec.md` has every metric once. That runs write no others, `running.metrics` checks in each of them."""
 
 from __future__ import annotations
 
