@@ -1,7 +1,7 @@
 """The command line and the driver. Never imports torch.
 
-For Python and notebooks (docs/watching.md#from-python): `rlctl.train`, `rlctl.check_config`, `rlctl.load_metrics`, of
-`rlctl/api.py`, which is imported when one of them is asked for: `import rlctl` costs nothing.
+For Python and notebooks (docs/watching.md#from-python): the functions of `rlctl/api.py`, which is imported when one of
+them is asked for: `import rlctl` costs nothing.
 """
 
 import os
@@ -27,7 +27,8 @@ def _check_packages() -> None:
 
 
 _check_packages()
-__all__ = ["__version__", "check_config", "load_metrics", "train"]
+_OF_API = ("check_config", "evaluate", "export", "load_metrics", "load_samples", "report", "train")
+__all__ = ["__version__", *_OF_API]
 
 
 def __getattr__(name: str) -> Any:

@@ -227,7 +227,7 @@ def evaluate(
     """Evaluate a checkpoint or a model on the sets of [eval], and train nothing."""
     from rlctl.run.evaluate import evaluate as run
 
-    raise typer.Exit(run(what, spec, overrides or [], step=step, out=out, as_json=as_json, quiet=quiet))
+    run(what, spec, overrides or [], step=step, out=out, as_json=as_json, quiet=quiet)
 
 
 @command("serve", "serve runs/NAME --port 8000", short_help="Serve a checkpoint or a model to agents' clients.")
@@ -317,7 +317,7 @@ def report(
     """Write the page of a run, even while it runs; of several runs, a page that compares them."""
     from rlctl.run.report_command import report as write
 
-    raise typer.Exit(write(run_dirs, out, as_json=as_json))
+    write(run_dirs, out, as_json=as_json)
 
 
 @command("runs", "runs runs", short_help="List runs with recipe, state, step and reward.")

@@ -54,9 +54,9 @@ def evaluate(
     out: Path | None = None,
     as_json: bool = False,
     quiet: bool = False,
-) -> int:
+) -> Path:
     """Evaluate `what`: the directory of a run, whose own spec stands in where none is named, or a model's folder or
-    hub id. Writes `out`: eval.jsonl, metrics.jsonl, logs. Returns 0; every failure is an RlctlError."""
+    hub id. Return `out`, or the folder made for it: eval.jsonl, metrics.jsonl, logs. Every failure is an RlctlError."""
     run_dir = Path(what) if (Path(what) / "resolved.json").is_file() else None
     if run_dir is None and spec_path is None:
         hint = f"name a spec with [eval], [data] and [reward]: rlctl eval {what} SPEC"
@@ -105,14 +105,14 @@ def evaluate(
     if as_json:
         about = {"model": what, "step": done, "out": str(run.path)}
         print(json_text({**about, "sets": eval_keys.by_set(record.metrics)}))
-        return 0
+        return run.path
     screen.print(table(spec, record.metrics))
     for one in spec.evaluations:
         if (passes := one.passes(spec.reward_terms)) is not None:
             screen.print(Text(f"{one.name}: {passes.words}"), soft_wrap=True)
     written = f"completions: {run.evaluations}; " if spec.generates else ""
     screen.print(Text(f"{written}on a page: {run.path / 'report.html'}"), soft_wrap=True)
-    return 0
+    return run.path
 
 
 def without_learning(spec: Spec, *, adapters: bool) -> Spec:

@@ -49,8 +49,8 @@ class RunningReport:
             self._process.wait()
 
 
-def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False) -> int:
-    """Write the page and say where it is. Returns 0. Raises RunDirError where one of them is no run."""
+def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False) -> Path:
+    """Write the page, say where it is, and return that. Raises RunDirError where one of them is no run."""
     for run_dir in run_dirs:
         if not (run_dir / "resolved.json").is_file():
             raise RunDirError(
@@ -74,4 +74,4 @@ def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False)
     screen.print(f"wrote {target}{goes_on}", soft_wrap=True)
     if as_json:
         print(json_text({"page": str(target), "tables": tables}))
-    return 0
+    return target

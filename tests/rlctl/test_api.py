@@ -11,7 +11,7 @@ import pytest
 from running import REPO, preset
 
 import rlctl
-from specs.errors import UsageError
+from specs.errors import RlctlError, UsageError
 from specs.load.overrides import assignments, parse_value
 
 
@@ -50,4 +50,12 @@ def test_a_script_checks_trains_and_reads(tmp_path: Path, monkeypatch: pytest.Mo
     assert "result: " not in capsys.readouterr().out, "that line is for programs that call the command"
     assert run == tmp_path / "runs" / "fake"
     assert [line["step"] for line in rlctl.load_metrics(run)] == [0, 1, 2, 3, 4]
+    assert {sample["step"] for sample in rlctl.load_samples(run)} == {1, 2, 3, 4}
+    found = rlctl.evaluate(run, eval__samples_per_prompt=2, eval__temperature=1.0)
+    assert (found.step, found.sets["heldout"].keys() >= {"reward_mean", "length_mean"}) == (4, True)
+    assert (found.folder / "eval.jsonl").is_file()
+    assert rlctl.report(run) == run / "report.html"
+    assert rlctl.report(run, found.folder, out="both.html").is_file()
+    with pytest.raises(RlctlError):
+        rlctl.export(run, tmp_path / "out", step=3)
     assert [problem.key for problem in rlctl.check_config("sort.toml", run__stepz=4).problems] == ["run.stepz"]
