@@ -225,8 +225,10 @@ def _complete(made: Translation, cluster: str) -> None:
     kinds = {"kind": "wandb", "project": values["run.name"]}
     trackers = [{**kinds, **one} for one in values.get("tracking", [])]
     values["tracking"] = [one if one["kind"] in ("wandb", "trackio") else {"kind": one["kind"]} for one in trackers]
-    if [one for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
+    if own := [one["path"] for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
         made.note("reward.terms", f"write these functions into rewards.py: importing {made.name} would run it")
+        if "rewards.py:accuracy_reward" in own:
+            made.note("reward.terms", 'TRL\'s own accuracy_reward is { kind = "math_verify" }')
     if any(key.startswith("environment.") for key in values):  # their limit of a response is one of all turns
         limits = [values.get(f"data.max_{part}_tokens", 1024) for part in ("prompt", "response")]
         values.setdefault("environment.max_episode_tokens", sum(limits))
