@@ -67,7 +67,8 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
         elif found is None and not (isinstance(row.how, list) and " if " in row.how[0]):
             by_hand.append((key, own, shown, row.remark or "could not be translated"))
         else:
-            reason = row.remark if isinstance(row.how, list) or "*" in (row.how or ()) else ""
+            same = isinstance(row.how, dict) and _spelled(given[key]) in row.how
+            reason = row.remark if not same and (isinstance(row.how, list) or "*" in (row.how or ())) else ""
             off = isinstance(given[key], int | float) and given[key] < 0
             made.dropped[key] = (shown, reason or ("it cannot be off" if off else "as rlctl does without a key"))
     for key, own, shown, remark in by_hand:
@@ -123,8 +124,7 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
         return None
     if not isinstance(row.how, dict):
         return [(own, value)] if row.how == "keep" or not row.remark else None
-    spelled = (str(one).lower() if isinstance(one, bool) else str(one) for one in values)
-    found = [row.how.get(one, row.how.get("*")) for one in spelled]
+    found = [row.how.get(_spelled(one), row.how.get("*")) for one in values]
     if ".N." in own:  # a value for each entry
         return [(own, kept)] if (kept := [one for one in found if one]) else []
     if len(found) != 1 or found[0] is None:
@@ -136,6 +136,10 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
         elif result is not False:
             pairs.append((own, value if result == "keep" else result))
     return pairs
+
+
+def _spelled(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _computed(formula: str, given: Given, used: set[str]) -> Any:
@@ -226,7 +230,10 @@ def _complete(made: Translation, cluster: str) -> None:
     trackers = [{**kinds, **one} for one in values.get("tracking", [])]
     values["tracking"] = [one if one["kind"] in ("wandb", "trackio") else {"kind": one["kind"]} for one in trackers]
     if own := [one["path"] for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
-        made.note("reward.terms", f"write these functions into rewards.py: importing {made.name} would run it")
+        made.note(
+            "reward.terms",
+            f"write these into rewards.py, with the line that check-config gives each: {made.name} is not run",
+        )
         if "rewards.py:accuracy_reward" in own:
             made.note("reward.terms", 'TRL\'s own accuracy_reward is { kind = "math_verify" }')
     if any(key.startswith("environment.") for key in values):  # their limit of a response is one of all turns

@@ -305,7 +305,7 @@ def test_a_person_is_asked_where_a_value_is_computed_or_missing(tmp_path: Path) 
     made = translated(tmp_path, "grpo.py", TRL_GRPO)
     assert made.notes["run.seed"] == ["seed = int('7'): could not be translated"]
     assert made.notes["data.max_prompt_tokens"] == ["fill in: grpo.py does not say it"]
-    assert "importing grpo.py would run it" in made.notes["reward.terms"][0]
+    assert "grpo.py is not run" in made.notes["reward.terms"][0]
     assert made.dropped["min_p"][1].startswith("log-probs must be those of the samples")
     trainer = "GRPOTrainer(eval_dataset=rows['test'], deepspeed='zero3.json', vllm_mode='server')"
     made = translated(

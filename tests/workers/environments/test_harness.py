@@ -28,12 +28,12 @@ from workers.gateway.gateway_server import Gateway
 AGENT = """
     import json, os, subprocess, sys, time, urllib.request
 
-    def ask(*texts):
+    def ask(*texts, timeout=None):
         body = {"messages": [{"role": "user", "content": text} for text in texts]}
         url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
         headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
+        return json.loads(urllib.request.urlopen(request, timeout=timeout).read())["choices"][0]["message"]["content"]
 
     how, prompt = sys.argv[1:3]
     if how == "answers":
@@ -51,7 +51,10 @@ AGENT = """
     elif how == "refused":
         ask()
     elif how == "gives up":
-        subprocess.run(["timeout", "0.5", sys.executable, __file__, "answers", prompt])
+        try:
+            ask(prompt, timeout=0.5)  # after it was sent
+        except TimeoutError:
+            pass
     elif how == "goes on":
         while True:
             ask(prompt, str(time.time()))
