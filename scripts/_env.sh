@@ -39,7 +39,8 @@ make_env() {
         # shellcheck disable=SC2086
         step "$want ($1 build, the longest step)" "$PY" -m pip install --no-deps $torch_args "$want"
     fi
-    step "rlctl and its tools" "$PY" -m pip install --constraint scripts/constraints.txt --editable ".[dev]"
+    choose_installer
+    step "rlctl and its tools" "${INSTALL[@]}" --constraint scripts/constraints.txt --editable ".[dev]"
     step "a look at what is installed" "$PY" scripts/_pick_torch.py --installed "$1"
     rm -f "$UNFINISHED"
 }

@@ -17,6 +17,19 @@ find_python() {
     return 1
 }
 
+# Leaves in INSTALL how packages come into the environment of $PY: by uv, a third of pip's time, unless it reaches no
+# index. torch itself is always installed by pip, whose settings may name a file for it.
+choose_installer() {
+    local index
+    INSTALL=("$PY" -m pip install)
+    index=${PIP_INDEX_URL:-$("$PY" -m pip config get global.index-url 2>/dev/null || true)}
+    local by_uv=("$PY" -m uv pip install --python "$PY" ${index:+--index-url "$index"})
+    if "$PY" -m pip install --quiet uv >/dev/null 2>&1 \
+        && "${by_uv[@]}" --quiet --dry-run --reinstall xxhash >/dev/null 2>&1; then
+        INSTALL=("${by_uv[@]}" --compile-bytecode)
+    fi
+}
+
 has_gpu() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
 
 # step TEXT COMMAND...: run quietly, show what pip is at and for how long; the log appears only on failure.
