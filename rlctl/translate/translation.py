@@ -79,7 +79,11 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     for key in used & made.dropped.keys():
         made.translated[key] = (made.dropped.pop(key)[0], "part of another line")
     sections = {key.partition(".")[0] for key in made.values} | {"checkpoint"}
-    unset = {key: note for key, note in source.get("unset", {}).items() if key not in made.values}
+    unset = {
+        key: f"{key.rpartition('.')[2]} is unset: {note}"
+        for key, note in source.get("unset", {}).items()
+        if key not in made.values
+    }
     for key, note in (source.get("notes", {}) | unset).items():
         if key not in unset or key.partition(".")[0] in sections:
             made.note(key, note)
