@@ -79,11 +79,8 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     for key in used & made.dropped.keys():
         made.translated[key] = (made.dropped.pop(key)[0], "part of another line")
     sections = {key.partition(".")[0] for key in made.values} | {"checkpoint"}
-    unset = {
-        key: f"{key.rpartition('.')[2]} is unset: {note}"
-        for key, note in source.get("unset", {}).items()
-        if key not in made.values
-    }
+    missing = {key: note for key, note in source.get("unset", {}).items() if key not in made.values}
+    unset = {key: f"{key.rpartition('.')[2]} is unset: {note}" for key, note in missing.items()}
     for key, note in (source.get("notes", {}) | unset).items():
         if key not in unset or key.partition(".")[0] in sections:
             made.note(key, note)
@@ -234,10 +231,8 @@ def _complete(made: Translation, cluster: str) -> None:
     trackers = [{**kinds, **one} for one in values.get("tracking", [])]
     values["tracking"] = [one if one["kind"] in ("wandb", "trackio") else {"kind": one["kind"]} for one in trackers]
     if own := [one["path"] for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
-        made.note(
-            "reward.terms",
-            f"write these into rewards.py, with the line that check-config gives each: {made.name} is not run",
-        )
+        line = "with the line that check-config gives each"
+        made.note("reward.terms", f"write these into rewards.py, {line}: {made.name} is not run")
         if "rewards.py:accuracy_reward" in own:
             made.note("reward.terms", 'TRL\'s own accuracy_reward is { kind = "math_verify" }')
     if any(key.startswith("environment.") for key in values):  # their limit of a response is one of all turns
