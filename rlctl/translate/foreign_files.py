@@ -105,7 +105,8 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
             model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)
             given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}
             given |= {"model_name_or_path": model} if model is not None else {}
-    train = _loaded(sources.get("train_dataset", tree), assigned, known)
+    by_name = "train_dataset" in sources
+    train = _loaded(sources["train_dataset"], assigned, known) if by_name else _loaded(tree, {}, known)
     given |= dict(zip(("dataset_name", "dataset_config", "dataset_train_split"), train, strict=False))
     if "train_test_split" in given:
         given.pop("eval_dataset", None)
@@ -127,9 +128,13 @@ def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any],
                 name, config = [*placed, named.get("path"), named.get("name")][:2] if len(placed) < 2 else placed[:2]
                 return name, config, split or named.get("split", "train")
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=part)) if name in assigned:
-                return _loaded(assigned[name], _without(assigned, name), known, part)
+                found = _loaded(assigned[name], _without(assigned, name), known, part)
             case ast.Name(id=name) if name in assigned:
-                return _loaded(assigned[name], _without(assigned, name), known, split)
+                found = _loaded(assigned[name], _without(assigned, name), known, split)
+            case _:
+                found = ()
+        if found:
+            return found
     return ()
 
 

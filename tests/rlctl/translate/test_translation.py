@@ -259,6 +259,10 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "eval.every": 10,
         },
     ),
+    "untrained.py": (
+        'LR = 1e-5\nargs = GRPOConfig(learning_rate=LR)\nrows = load_dataset("org/sums", split="main")',
+        {"data.train": "org/sums", "data.split": "main", "actor.optimizer.lr": 1e-5},
+    ),
     "splits.py": (
         TRL_SETS.replace("=rows.shuffle(seed=1)", '=both["train"]').replace("=held_out", '=both["validation"]')
         + 'both = load_dataset("org/both")',
