@@ -27,8 +27,7 @@ def _check_packages() -> None:
 
 
 _check_packages()
-_OF_API = ("check_config", "evaluate", "export", "load_metrics", "load_samples", "report", "train")
-__all__ = ["__version__", *_OF_API]
+__all__ = ["__version__", "check_config", "evaluate", "export", "load_metrics", "load_samples", "report", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -93,24 +93,24 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     rollout = sampling.rollout if sampling is not None else None
     apart = rollout is not None and rollout.first_node >= actor.nodes
     replicas = rollout.processes // rollout.nodes if rollout else 0
-    spread = {role: run.role(role) for role in run.roles if ROLES[role].is_trainer}
-    # Those that lie on the actor's hosts, as it does, stay with it.
-    spread = {role: one for role, one in spread.items() if (one.nodes, one.processes) == (actor.nodes, actor.processes)}
+    # Trainers that lie on the actor's hosts, as it does, stay with it.
+    sections = {role: run.role(role) for role in run.roles if ROLES[role].is_trainer}
+    layout = (actor.nodes, actor.processes)
+    trainers = [role for role, section in sections.items() if (section.nodes, section.processes) == layout]
     named = {place for role in run.roles for place in run.gpus(role)}
     far = {place for place in named if apart and rollout and place[0] in rollout.hosts}
     # A host gives GPUs from 0 to the highest number.
     gpus, far_gpus = (max((number for _, number in places), default=-1) + 1 for places in (named - far, far))
     template = Template(BATCH_TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
     text = template.render(
-        **{
-            "apart": apart,
-            "trainers": list(spread),
-            "nodes": actor.nodes,
-            "far_nodes": rollout.nodes if rollout else 0,
-            "each": actor.processes // actor.nodes,
-            "replicas": replicas,
-        },
-        **{"gpus": gpus, "far_gpus": far_gpus},
+        apart=apart,
+        trainers=trainers,
+        nodes=actor.nodes,
+        far_nodes=rollout.nodes if rollout else 0,
+        each=actor.processes // actor.nodes,
+        replicas=replicas,
+        gpus=gpus,
+        far_gpus=far_gpus,
         graders=any(ROLES[role].holds == "scorer" and run.role(role).nodes > 1 for role in run.roles),
         spec=shlex.quote(spec.name),
         name=shlex.quote(spec.stem),

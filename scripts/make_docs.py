@@ -273,7 +273,7 @@ def render() -> str:
     return "\n".join(page.lines).rstrip() + "\n"
 
 
-# ── metrics, in docs/spec.md ───────────────────────────────────────────────────────────────────────────────
+# ── metrics, in docs/spec.md ──────────────────────────────────────────────────────────────────────
 
 METRICS = """## Every metric
 
@@ -356,7 +356,7 @@ def _their_keys(*, of_rows: bool) -> str:
     return "| their key | here | |\n|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
-# ── models, in docs/engines.md ────────────────────────────────────────────────────────────────────────────────
+# ── models, in docs/engines.md ────────────────────────────────────────────────────────────────────
 
 MODELS = """## Models
 

@@ -294,9 +294,8 @@ def _call_table(call: RewardCall) -> Table:
     """Show what a reward function gave the first row, or the end of its traceback."""
     score = call.traceback.strip() if call.score is None else number(call.score)
     table = Table(box=None, pad_edge=False, show_header=False)
-    cells = {"reward": call.path, "called for": call.row.rpartition("/")[2], "completion": show(call.completion)}
-    if not call.completion:
-        cells["completion"] = "none: the row has no column data.answer_column to try"
+    tried = show(call.completion) if call.completion else "none: the row has no column data.answer_column to try"
+    cells = {"reward": call.path, "called for": call.row.rpartition("/")[2], "completion": tried}
     for row in (cells | {"score": score}).items():
         table.add_row(*row)
     return table

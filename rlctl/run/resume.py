@@ -65,9 +65,10 @@ def differences(
         if _is_frozen(key) and (value_at(before, f"{key}.model") or "") != (value_at(after, f"{key}.model") or ""):
             key = f"{key}.model"  # the section came or went: what counts is the model that it names
         line = f"{key}: {_show(value_at(before, key))} → {_show(value_at(after, key))}"
-        optimizers = [value_at(table, "optimizer.schedule") for table in after.values() if isinstance(table, Mapping)]
-        if key == "run.steps" and (schedules := {*optimizers} - {None, "constant"}):
-            line += f", where the {' and '.join(sorted(schedules))} schedule of the learning rate now ends"
+        if key == "run.steps":
+            schedules = {value_at(section, "optimizer.schedule") for section in after.values()} - {None, "constant"}
+            if schedules:
+                line += f", where the {' and '.join(sorted(schedules))} schedule of the learning rate now ends"
         if may_change(key) and engine is not None and not engine.resumes_reshaped and _is_of(key, _SHAPE):
             refused.append(f"{line} (not known whether the engine {engine.kind} can resume so)")
         else:

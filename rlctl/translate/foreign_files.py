@@ -128,18 +128,15 @@ def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any],
                 name, config = [*placed, named.get("path"), named.get("name")][:2] if len(placed) < 2 else placed[:2]
                 return name, config, split or named.get("split", "train")
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=part)) if name in assigned:
-                found = _loaded(assigned[name], _without(assigned, name), known, part)
+                pass
             case ast.Name(id=name) if name in assigned:
-                found = _loaded(assigned[name], _without(assigned, name), known, split)
+                part = split
             case _:
-                found = ()
-        if found:
+                continue
+        others = {other: value for other, value in assigned.items() if other != name}  # `x = x.map(…)` ends
+        if found := _loaded(assigned[name], others, known, part):
             return found
     return ()
-
-
-def _without(names: dict[str, ast.expr], name: str) -> dict[str, ast.expr]:
-    return {known: value for known, value in names.items() if known != name}  # `x = x.map(…)` ends
 
 
 def _value(node: ast.expr, known: dict[str, Any]) -> Any:

@@ -64,7 +64,7 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
         found = _converted(row, own, given[key], {key: given[key], **given}, used)
         if lines := [line for target, value in found or () if (line := _put(made, target, value))]:
             made.translated[key] = (shown, ", ".join(lines))
-        elif found is None and not (isinstance(row.how, list) and " if " in row.how[0]):
+        elif found is None:
             by_hand.append((key, own, shown, row.remark or "could not be translated"))
         else:
             same = isinstance(row.how, dict) and _spelled(given[key]) in row.how
@@ -99,9 +99,7 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
 
 def _in_order(given: Given, recipe: type[Spec]) -> list[tuple[str, ForeignKey | None]]:
     """Return the keys with their rows, in the table's order: of two that set the same key of ours, the later counts."""
-    order = {
-        row: place for place, row in enumerate([*foreign_keys(False).values(), *foreign_keys(of_rows=True).values()])
-    }
+    order = {row: place for place, row in enumerate([*foreign_keys(False).values(), *foreign_keys(True).values()])}
     rows: list[tuple[str, ForeignKey | None]] = []
     for key in given:
         path = key.split(".")
@@ -117,10 +115,11 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
     """Return our keys and values for a value, none where rlctl needs no line; None where a person must decide."""
     values = value if isinstance(value, list) else [value]
     if isinstance(row.how, list):
-        formulas = (assignment.split("=", 1) for assignment in row.how)
-        named = ((own if target == row.ours else target, formula) for target, formula in formulas)
+        rules = (assignment.partition(" if ") for assignment in row.how)
+        held = [rule.split("=", 1) for rule, _, condition in rules if _holds(condition, given, used)]
+        named = ((own if target == row.ours else target, formula) for target, formula in held)
         computed = [(target, _computed(formula, given, used)) for target, formula in named]
-        return [pair for pair in computed if pair[1] is not None] or None
+        return [pair for pair in computed if pair[1] is not None] or (None if held else [])
     if any(isinstance(one, Code) or (isinstance(one, str) and "$" in one) for one in values):
         return None
     if not isinstance(row.how, dict):
@@ -143,12 +142,14 @@ def _spelled(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _holds(condition: str, given: Given, used: set[str]) -> bool:
+    """Tell whether a key has the value that a condition `key:word` asks for; without one all is well."""
+    name, _, word = condition.partition(":")
+    return not condition or str(_named(name, given, used)).lower() == word
+
+
 def _computed(formula: str, given: Given, used: set[str]) -> Any:
     """Return what a formula of the table gives; None where a key that it needs is not given, or is code."""
-    formula, _, condition = formula.partition(" if ")
-    name, _, word = condition.partition(":")
-    if condition and str(_named(name, given, used)).lower() != word:
-        return None
     verb, *names = formula.split() if re.match("range|list|text|functions", formula) else ("", *formula.split())
     values: list[Any] = [name if name in ("*", "/", ":") else _named(name, given, used) for name in names]
     if any(value is None or (isinstance(value, Code) and verb != "functions") for value in values):

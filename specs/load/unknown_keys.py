@@ -126,9 +126,9 @@ class ForeignKey:
 
 
 @cache
-def foreign_keys(of_rows: bool = False) -> dict[str, ForeignKey]:
+def foreign_keys(of_rows: bool, /) -> dict[str, ForeignKey]:
     """Return other tools' keys and what each is here; those of one row stand together, with spaces between them.
-    `of_rows`: what they are in recipes that learn from rows alone."""
+    `of_rows`: what they are in recipes that learn from rows alone. Each row is one object: the cache has one way in."""
     sections = _read("foreign_keys.toml")
     sections = sections["rows"] if of_rows else sections
     found = {keys: ForeignKey("", instead) for keys, instead in sections["none"].items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from pathlib import Path
 import pytest
 import tomli
 from running import REPO, finish
+from test_docs import FENCE
 
 from specs.load.toml_file import written
 
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FEWER = {"run.steps=20": "run.steps=2", "run.steps=40": "run.steps=4"}
 pytestmark = pytest.mark.slow
 
