@@ -7,6 +7,7 @@ shapes on the CPU, in fp32.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -44,7 +45,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "num_attention_heads": 2,
         "vocab_size": 320,
     },
 }
@@ -70,6 +71,7 @@ class Size:
     train_length: int
     micro_batch_tokens: int
     train_rounds: int
+    tests: str = ""  # which of the tests, as pytest's -k; "": all
 
     def config(self, shape: str) -> dict[str, Any]:
         return {**QWEN, **SHAPES[self.shapes[shape]]}
@@ -93,6 +95,7 @@ def toy_size() -> Size:
         name="toy", device="cpu", dtype="fp32", shapes={"0.5B": "toy", "1.5B": "toy"}, matmul=256, copy_MiB=8,
         prompts=2, group=2, response_tokens=8, steps=3, decode_batches=(1, 4), decode_steps=16,
         train_sequences=4, train_length=64, micro_batch_tokens=128, train_rounds=2,
+        tests="cuda_ipc or nccl] or gloo or pieces or products or (two_ranks and (sequences or zero1))",
     )  # fmt: skip
 
 
@@ -232,6 +235,7 @@ def run_tests(size: Size, folder: Path) -> Figures:
     results = folder / "junit.xml"
     which = "gpu" if size.device == "cuda" else "not gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, f"--junit-xml={results}"]
+    command += ["-k", size.tests] if size.tests else []
     code = subprocess.run([*command, *TEST_FILES], cwd=ROOT, check=False).returncode
     if not results.exists():
         return {"failed": f"pytest ended with exit code {code} and no results"}
@@ -312,13 +316,15 @@ def spec_text(size: Size, folder: Path, transport: str, rollout: str) -> str:
     from _bench import spec_text
 
     role = f'dtype = "{size.dtype}"' + ("\ndevices = [0]" if size.device == "cuda" else "")
-    engine = '{ kind = "vllm", gpu_memory_utilization = 0.5 }' if rollout == "vllm" else '{ kind = "torch" }'
+    vllm = "gpu_memory_utilization = 0.5" if size.device == "cuda" else "kv_cache_GiB = 0.1"
+    sampler = f'engine = {{ kind = "vllm", {vllm} }}\npython = {json.dumps(vllm_python())}'
+    sampler = sampler if rollout == "vllm" else 'engine = { kind = "torch" }'
     actor = f"""micro_batch_tokens = {size.micro_batch_tokens}
 optimizer = {{ lr = 1e-6 }}
 engine = {{ kind = "ddp", logits_chunk_tokens = 1024 }}
 {role}"""
     more = {"run": 'colocate = "always"', "model": "from_scratch = true", "actor": actor}
-    more |= {"rollout": f"engine = {engine}\n{role}", "sync": f'transport = "{transport}"'}
+    more |= {"rollout": f"{sampler}\n{role}", "sync": f'transport = "{transport}"'}
     return spec_text(folder, size.steps, (size.prompts, size.group), (32, size.response_tokens), more)
 
 
@@ -339,8 +345,15 @@ def cannot_run() -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
+def vllm_python() -> str:
+    """Return the interpreter that has vLLM, if one has: its own environment's where that was made, else this one."""
+    own = Path(os.environ.get("RLCTL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+    return str(own) if own.exists() else sys.executable
+
+
 def no_vllm() -> str | None:
-    return "vllm is not installed in this interpreter" if find_spec("vllm") is None else cannot_run()
+    done = subprocess.run([vllm_python(), "-c", "import vllm"], capture_output=True, text=True, check=False)
+    return f"{done.stderr.strip().splitlines()[-1]} in {vllm_python()}" if done.returncode else cannot_run()
 
 
 # ── sampling alone ────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from _gpu_parts import PARTS, Part, Size, full_size, toy_size  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.table import Column, Table  # noqa: E402
 
 from rlctl.show.screen import Screen  # noqa: E402
 from rlctl.show.streams import visible_streams  # noqa: E402
@@ -168,7 +168,7 @@ def line_of(outcome: Outcome) -> str:
 
 def show(about: Mapping[str, Any], outcomes: list[Outcome]) -> None:
     print(f"\n{about['device']}, torch {about.get('torch')}, transformers {about.get('transformers')}")
-    table = Table("part", "state", "figure", "value")
+    table = Table("part", "state", Column("figure", overflow="fold"), "value")
     for outcome in outcomes:
         part = next(part for part in PARTS if part.name == outcome.part)
         figures = list(part.rows(outcome.figures)) if outcome.state == "passed" else [("", outcome.about)]

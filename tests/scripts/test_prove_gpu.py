@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated_device.child import in_every_rank, on_simulated_device
@@ -16,7 +17,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import _gpu_parts  # noqa: E402
 import prove_gpu  # noqa: E402
-from _gpu_parts import PARTS, toy_size  # noqa: E402
+from _gpu_parts import PARTS, Part, toy_size  # noqa: E402
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a GPU")
@@ -26,17 +27,16 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out.startswith("No GPU here: ")
 
 
-@pytest.mark.parametrize("name", ["weights", "train-0.5B", "run-host"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["train-0.5B", "run-vllm"])
 def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
+    """On the CPU; of the runs the one that no simulated device can show."""
     part = next(part for part in PARTS if part.name == name)
-    assert part.skip() is None
+    if why := part.skip():
+        pytest.skip(why)
     found = json.loads(json.dumps(part.run(toy_size(), tmp_path / name)))
-    assert "failed" not in found, found
-    rows = dict(part.rows(found))
-    assert rows
-    assert all(value for value in rows.values())
-    if name == "run-host":
-        assert len(found["steps"]) == toy_size().steps
+    assert_proven(part, found)
+    if name == "run-vllm":
         assert all(step["sync/GB_per_s"] > 0 for step in found["steps"])
     if name == "train-0.5B":
         sides = found["sides"]
@@ -46,18 +46,29 @@ def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["device", "weights", "decode", "train-0.5B", "run-host"])
+@pytest.mark.parametrize("name", ["tests", "device", "weights", "decode", "train-0.5B", "run-cuda-ipc"])
 @on_simulated_device
 def test_a_part_works_on_a_device(tmp_path: Path, name: str) -> None:
-    """A simulated one, of this process and of the ranks of a run."""
+    """A simulated one, of this process, of the ranks of a run, and of the processes of the tests."""
     part = next(part for part in PARTS if part.name == name)
-    with in_every_rank(tmp_path):
+    with in_every_rank(tmp_path), pytest.MonkeyPatch.context() as patch:
+        if name == "tests":
+            patch.setenv("CUDA_VISIBLE_DEVICES", "0")
         found = part.run(replace(toy_size(), device="cuda"), tmp_path / name)
+    assert_proven(part, found)
+    if name == "tests":
+        assert len(found["passed"]) > 20
+        assert not found["skipped"]
+
+
+def assert_proven(part: Part, found: Any) -> None:
     assert "failed" not in found, found
-    assert all(value for _, value in part.rows(found))
-    if name == "run-host":
-        assert len(found["steps"]) == toy_size().steps
-        assert all(step["sync/verified"] and step["mem/actor_offloaded_GiB"] >= 0 for step in found["steps"])
+    rows = dict(part.rows(found))
+    assert rows
+    assert all(rows.values())
+    if steps := found.get("steps"):
+        assert len(steps) == toy_size().steps
+        assert all(step["sync/verified"] and step["mem/actor_offloaded_GiB"] >= 0 for step in steps)
 
 
 def test_what_has_passed_stays_and_is_not_done_again(tmp_path: Path) -> None:

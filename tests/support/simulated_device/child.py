@@ -91,7 +91,8 @@ if os.environ.get("CUDA_VISIBLE_DEVICES"):
     believe()
 """
 DRIVERS_COMMAND = """#!/bin/sh
-case "$*" in -L) echo "GPU 0: simulated";; *compute_cap*) echo 9.0;; *memory.total*) echo 81920;; *) exit 1;; esac
+each() { for gpu in 0 1 2 3 4 5 6 7; do echo "$1"; done; }
+case "$*" in -L) each "GPU 0: simulated";; *compute_cap*) each 9.0;; *memory.total*) each 81920;; *) exit 1;; esac
 """
 
 

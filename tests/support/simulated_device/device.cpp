@@ -1,4 +1,4 @@
-// A CUDA device whose memory is the host's, for torch's CPU wheel: two devices, an allocator, pinned memory, and every
+// A CUDA device whose memory is the host's, for torch's CPU wheel: eight devices, an allocator, pinned memory, and every
 // operator computed by its CPU kernel on the same bytes. Kernels run at once; who has to wait for whom is followed in
 // Python (streams.py). Tensors say `cuda:0`, and to mix them with tensors of the host fails as it does on a GPU.
 #include <ATen/EmptyTensor.h>
@@ -8,7 +8,9 @@
 #include <ATen/ops/set_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <mutex>
@@ -17,7 +19,7 @@
 #include <vector>
 
 namespace {
-constexpr c10::DeviceIndex kDevices = 2;
+constexpr c10::DeviceIndex kDevices = 8;
 thread_local c10::DeviceIndex current = 0;
 
 // ── memory ────────────────────────────────────────────────────────────────────────────────────────
@@ -75,6 +77,24 @@ bool is_pinned(const void* data) {
   std::lock_guard<std::mutex> lock(guard);
   auto next = pinned.upper_bound({static_cast<const char*>(data), reinterpret_cast<const char*>(UINTPTR_MAX)});
   return next != pinned.begin() && static_cast<const char*>(data) < std::prev(next)->second;
+}
+
+struct Mapping {  // of memory that several processes share, as CUDA IPC has it
+  void* start;
+  size_t bytes;
+  int file;
+  bool owned;  // then whoever still reads it, when it is given up, reads NaN
+};
+void unmap(void* context) {
+  auto* mapping = static_cast<Mapping*>(context);
+  if (mapping->owned) std::memset(mapping->start, 0xFF, mapping->bytes);
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    freed.push_back(mapping->start);
+  }
+  munmap(mapping->start, mapping->bytes);
+  close(mapping->file);
+  delete mapping;
 }
 
 // ── what torch asks of a device ───────────────────────────────────────────────────────────────────
@@ -275,6 +295,12 @@ at::Tensor& set_storage(at::Tensor& tensor, at::Storage storage, int64_t offset,
   return at::native::set_storage_cpu_(tensor, std::move(storage), offset, size, stride);
 }
 
+at::Tensor on_host(const at::Tensor& own) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), own.storage().nbytes(), sharing(own.storage(), c10::kCPU),
+                       c10::GetCPUAllocator(), true);
+  return like(own, storage, c10::DispatchKeySet(c10::DispatchKey::CPU));
+}
+
 at::Tensor& set_whole_storage(at::Tensor& tensor, at::Storage storage) {
   auto elements = static_cast<int64_t>(storage.nbytes() / tensor.itemsize());
   return at::native::set_storage_cpu_(tensor, std::move(storage), 0, {elements}, {1});
@@ -305,6 +331,21 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     }
   }
 }
+// The ranks' messages are gloo's, of the same bytes.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+} silent;  // torch has kernels here, for the NCCL that it was not built with
+c10::WarningUtils::WarningHandlerGuard quiet(&silent);
+TORCH_LIBRARY_IMPL(c10d, CUDA, m) {
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    auto op = c10::Dispatcher::singleton().findOp(name);
+    if (name.name.rfind("c10d::", 0) == 0 && op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
+      m.impl(name.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
+    }
+  }
+}
+TORCH_LIBRARY(simulated, m) { m.def("on_host(Tensor own) -> Tensor"); }
+TORCH_LIBRARY_IMPL(simulated, CUDA, m) { m.impl("on_host", &on_host); }
 struct Allocators {
   Allocators() { c10::SetAllocator(c10::kCUDA, &device_memory, 255); }
 } allocators;
@@ -323,6 +364,13 @@ void resize_storage(void* storage, size_t bytes) {
   auto* impl = static_cast<c10::StorageImpl*>(storage);
   c10::DeviceGuard on(impl->device());
   at::native::resize_bytes_cpu(impl, bytes);
+}
+void share_storage(void* storage, int file, bool owned) {  // have its bytes in a file; an owner's are moved there
+  auto* impl = static_cast<c10::StorageImpl*>(storage);
+  auto* mapping = new Mapping{nullptr, impl->nbytes(), file, owned};
+  mapping->start = mmap(nullptr, impl->nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (owned) std::memcpy(mapping->start, impl->data(), impl->nbytes());
+  impl->set_data_ptr(c10::DataPtr(mapping->start, mapping, &unmap, impl->device()));
 }
 size_t take_freed(const void** found, size_t most) {
   std::lock_guard<std::mutex> lock(guard);

@@ -46,4 +46,5 @@ def load(path: Path) -> ctypes.CDLL:
     library.held_bytes.restype = library.take_freed.restype = ctypes.c_size_t
     library.take_freed.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
     library.resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.share_storage.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_bool]
     return library

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -160,11 +162,18 @@ def install(library: ctypes.CDLL) -> None:
     shared: dict[bytes, Any] = {}
 
     def share(storage: Any) -> tuple[Any, ...]:
-        shared[handle := storage.data_ptr().to_bytes(8)] = storage
+        file = os.memfd_create("of a device")
+        os.truncate(file, storage.nbytes())
+        library.share_storage(storage._cdata, file, True)
+        shared[handle := f"/proc/{os.getpid()}/fd/{file}".encode()] = weakref.ref(storage)
         return (0, handle, storage.nbytes(), 0, b"", 0, b"", False)
 
-    def mapped(device: int, handle: bytes, *rest: Any) -> Any:
-        return shared.pop(handle)  # the same memory: it is given up when both ends have let go of it
+    def mapped(device: int, handle: bytes, nbytes: int, *rest: Any) -> Any:
+        if handle in shared:  # of this process: at one address, whose uses are followed
+            return shared.pop(handle)()
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}").untyped_storage()
+        library.share_storage(storage._cdata, os.open(handle, os.O_RDWR), False)
+        return storage
 
     def held(device: Any = None) -> int:
         return int(library.held_bytes())
@@ -196,13 +205,13 @@ def install(library: ctypes.CDLL) -> None:
                 "_maybe_exchange_device": exchange,
                 "is_available": lambda: True,
                 "is_initialized": lambda: True,
-                "device_count": lambda: 2,
+                "device_count": lambda: 8,
                 "current_device": lambda: library.current_device(),
                 "set_device": lambda device: library.set_device(index_of(device)),
                 "synchronize": lambda device=None: timeline.host_waits(timeline.everything()),
                 **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_reserved"), held),
                 "manual_seed": lambda seed: None,
-                "default_generators": (torch.Generator(), torch.Generator()),
+                "default_generators": tuple(torch.Generator() for _ in range(8)),
                 **dict.fromkeys(("_lazy_init", "reset_peak_memory_stats", "empty_cache", "ipc_collect"), nothing),
                 "get_rng_state": lambda device=None: torch.get_rng_state(),
                 "set_rng_state": lambda state, device=None: None,
@@ -221,17 +230,31 @@ def install(library: ctypes.CDLL) -> None:
     _collectives()
 
 
-def _collectives() -> None:
-    """In the place of NCCL, for one rank, torch's group for tests: it moves tensors of any device."""
-    from torch import distributed
+class Nccl:
+    """A group by itself, as `ProcessGroupNCCL` is one."""
 
-    import_module("torch.testing._internal.distributed.multi_threaded_pg")  # it names its backend to torch
+    class Options:
+        _timeout = timedelta(minutes=30)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._gloo = distributed.ProcessGroupGloo(store, rank, size, options._timeout)
+
+    def allreduce(self, tensor: Tensor) -> Any:
+        return self._gloo.allreduce(torch.ops.simulated.on_host(tensor))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Any:
+        return self._gloo.broadcast(torch.ops.simulated.on_host(tensor), root)
+
+
+def _collectives() -> None:
+    """In the place of NCCL: gloo, which is given the host's side of the same memory (device.cpp)."""
     real = distributed.init_process_group
 
     def init_process_group(backend: str | None = None, **how: Any) -> None:
-        real("threaded" if backend == "nccl" else backend, **how)
+        real("cpu:gloo,cuda:gloo" if backend == "nccl" else backend, **how)
 
     distributed.init_process_group = init_process_group
+    distributed.ProcessGroupNCCL = Nccl
 
 
 _KERNELS: list[torch.library.Library] = []  # they last as long as these do
