@@ -48,6 +48,26 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path, say: Callable[[str
     return replace(plan, roles=tuple(_checked(role, checks) for role in plan.roles), cluster=cluster)
 
 
+def on_fewer_nodes(spec: Spec) -> list[str]:
+    """Return settings by which a spec begins with the nodes that its cluster has, if these are fewer than it needs and
+    no fewer than `actor.min_nodes`; none, where it begins as it is or not at all."""
+    lead, least = spec.lead_section, getattr(spec.lead_section, "min_nodes", None)
+    if least is None or spec.cluster is None or spec.cluster.kind == "local":
+        return []
+    needs = host_needs(spec)
+    there = _cluster(spec).count(max(need.gpus for need in needs))
+    fewer = sum(need.required for need in needs) - there
+    if fewer <= 0 or lead.nodes - fewer < least:
+        return []
+    found, nodes = [], lead.nodes - fewer
+    for name, section in spec.sections():
+        if section.hosts == lead.hosts:
+            found += [f"{name}.nodes={nodes}", f"{name}.processes={section.processes // section.nodes * nodes}"]
+        elif section.hosts.start >= lead.nodes:
+            found.append(f"{name}.first_node={section.hosts.start - fewer}")
+    return found
+
+
 def _cluster(spec: Spec) -> Cluster:
     if spec.cluster is None or spec.cluster.kind != "ray":
         return SlurmJob(os.environ)

@@ -152,6 +152,13 @@ class RayCluster:
         self._groups: dict[int, tuple[Any, int]] = {}  # host → placement group, and the number of its bundle there
         self._nodes: dict[int, _Placed] = {}
 
+    def count(self, gpus: int) -> int:
+        self._ray = _connect(self._given, lambda text: None)
+        try:
+            return 1 + len(_with_gpus(self._others(), gpus))
+        finally:
+            self.close()
+
     def reserve(self, say: Callable[[str], None]) -> None:
         """Wait for the required hosts, and `say` so. Raise SpecError where there is no cluster, where it is another
         version's, or where it can never have them."""
@@ -198,17 +205,18 @@ class RayCluster:
             hint = "add nodes (ray start --address=HEAD), or ask for fewer with nodes and devices"
             raise SpecError([Problem("cluster.address", f"the Ray cluster {lacks}", hint, f'"{self._given}"')])
 
-    def _lacks(self, required: Sequence[int]) -> str:
+    def _others(self, *, own: bool = False) -> list[Mapping[str, float]]:
+        """Return the resources of the nodes that are alive; of all but this one, or of this one alone."""
         here = self._ray.get_runtime_context().get_node_id()
-        alive = [node for node in self._ray.nodes() if node["Alive"]]
-        others = [node["Resources"] for node in alive if node["NodeID"] != here]
-        own: Mapping[str, float] = next((node["Resources"] for node in alive if node["NodeID"] == here), {})
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"] and (node["NodeID"] == here) == own]
+
+    def _lacks(self, required: Sequence[int]) -> str:
+        others, own = self._others(), next(iter(self._others(own=True)), {})
         if not _holds_gpus() and own.get("GPU", 0) < self._needs[0].gpus:
             return f"has {own.get('GPU', 0):g} GPUs on this node, where the run needs {self._needs[0].gpus}"
         for gpus in sorted({self._needs[number].gpus for number in required if number}, reverse=True):
             asked = [number for number in required if number and self._needs[number].gpus >= gpus]
-            fit = [node for node in others if node.get("GPU", 0) >= gpus and node.get("CPU", 0) >= 1]
-            if len(fit) < len(asked):
+            if len(_with_gpus(others, gpus)) < len(asked):
                 each = f"with {gpus} GPUs and a CPU each" if gpus else "with a CPU each"
                 has = ", ".join(f"{node.get('GPU', 0):g} GPUs and {node.get('CPU', 0):g} CPUs" for node in others)
                 listed = f"({len(others)} of them: {has})" if others else "(it has none)"
@@ -266,6 +274,10 @@ class RayCluster:
     def close(self) -> None:
         if self._ray is not None:
             self._ray.shutdown()
+
+
+def _with_gpus(nodes: Sequence[Mapping[str, float]], gpus: int) -> list[Mapping[str, float]]:
+    return [node for node in nodes if node.get("GPU", 0) >= gpus and node.get("CPU", 0) >= 1]
 
 
 def _lost_with_node(error: BaseException) -> bool:

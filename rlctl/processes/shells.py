@@ -65,6 +65,10 @@ class Cluster(Protocol):
     replaces: bool  # whether another host may take the place of one that is lost
     gives_devices: bool  # whether its shells see a role's GPUs alone
 
+    def count(self, gpus: int) -> int:
+        """Return how many hosts there are with so many GPUs, this one included, whoever uses them. Raise SpecError
+        where that cannot be learned."""
+
     def reserve(self, say: Callable[[str], None]) -> None:
         """Learn which hosts there are, and wait for those that are needed; `say` what a person waits for. All else
         comes after it. Raise SpecError where they cannot be had."""

@@ -26,6 +26,9 @@ class SlurmJob:
         self.address, self.names, self._parts = "", list[str](), list[int]()
         self.pending: dict[str, str] = {}
 
+    def count(self, gpus: int) -> int:
+        return sum(_counts(self._env))
+
     def reserve(self, say: Callable[[str], None]) -> None:
         """Raise SpecError where SLURM does not say which hosts there are."""
         env = self._env
@@ -58,8 +61,7 @@ def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
         hint = "run it from a batch script (rlctl init --launcher slurm writes one), or use another launcher"
         key, value = (f"{roles[0]}.launcher", '"srun"') if roles else ("cluster.kind", '"slurm"')
         raise SpecError([Problem(key, "this is not a SLURM job", hint, value)])
-    has = int(next((env[name] for name in _COUNTS if name in env), "1"))
-    apart = int(env.get("SLURM_JOB_NUM_NODES_HET_GROUP_1", "0"))
+    has, apart = _counts(env)
     short = [name for name in roles if spec.role(name).nodes > has]
     if by_kind:
         short += [name for name in spec.roles if spec.role(name).hosts.stop > has + apart]
@@ -69,6 +71,12 @@ def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
         listed = env.get("SLURM_JOB_NODELIST_HET_GROUP_0", env.get("SLURM_JOB_NODELIST", ""))
         named = f": {listed}" if listed else ""
         raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, nodes)])
+
+
+def _counts(env: Mapping[str, str]) -> tuple[int, int]:
+    """Return how many nodes the job's first part has, and its second."""
+    first = next((env[name] for name in _COUNTS if name in env), "1")
+    return int(first), int(env.get("SLURM_JOB_NUM_NODES_HET_GROUP_1", "0"))
 
 
 def _hostnames(listed: str) -> list[str]:

@@ -30,7 +30,7 @@ _MAY_CHANGE = (
     *("checkpoint", "cluster", "eval", "tracking", "sync", "model.attn_implementation"),
     *("reward.workers", "reward.timeout_s", "rollout.max_probe_gap"),
     *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "rollout.max_staleness", "rollout.max_restarts"),
-    *("rollout.min_processes", "rollout.first_node", "reward.max_restarts", "reward.min_processes"),
+    *("actor.min_nodes", "rollout.min_processes", "rollout.first_node", "reward.max_restarts", "reward.min_processes"),
 )
 # The same of every role: where it runs, and how its model is held.
 _OF_A_ROLE = (

@@ -18,7 +18,7 @@ from rlctl.loop.step_metrics import idle_s
 from rlctl.memory import compare as memory
 from rlctl.memory.fit import fit_problems
 from rlctl.processes.groups import Groups
-from rlctl.processes.hosts import plan_for_hosts
+from rlctl.processes.hosts import on_fewer_nodes, plan_for_hosts
 from rlctl.processes.placement import Plan
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import Interrupt, as_ctrl_c
@@ -74,6 +74,9 @@ def train(
             raise UsageError(f"--run-dir {run_dir}: the run is in {source.run_dir}", hint="leave out --run-dir")
         notes: list[str] = []
         spec = load_spec(source.path, list(overrides), notes.append)
+        if fewer := on_fewer_nodes(spec):
+            notes.append(f"the cluster has fewer nodes than {spec.lead}.nodes: {', '.join(fewer)}")
+            spec = load_spec(source.path, [*overrides, *fewer])
         run = RunDir(source.run_dir or run_dir or spec.run.place)
         first = run.path if resume else None
         spec, errors, warnings = checked(spec, source.folder, first, starting=True, run_dir=source.run_dir or run_dir)

@@ -38,10 +38,12 @@ def environment_problems(spec: RlSpec) -> Iterator[Problem]:
         yield Problem("data.chat", message, "remove the key")
     if not spec.environments and spec.environment_term is not None:
         hint = 'add [environment], or [reward] with terms such as { kind = "exact_match" }'
-        if "reward" in spec.model_fields_set:
-            yield Problem(f"reward.terms.{spec.environment_term}", "the spec has no environment", hint)
-        else:
+        if "reward" not in spec.model_fields_set:
             yield Problem("[reward]", "this section is missing", hint)
+        elif "terms" not in spec.reward.model_fields_set:
+            yield Problem("reward.terms", "missing", hint)
+        else:
+            yield Problem(f"reward.terms.{spec.environment_term}", "the spec has no environment", hint)
 
 
 def _made_of(key: str, section: EnvironmentSection) -> Iterator[Problem]:

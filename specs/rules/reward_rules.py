@@ -71,7 +71,7 @@ def _section(spec: SamplingSpec) -> Iterator[Problem]:
         for name in sorted({"max_restarts", "min_processes"} & given):
             yield no_effect(f"reward.{name}", "with reward.nodes = 1 no process is on another host")
     if all(term.graded_by != "processes" for term in section.terms):
-        for name in ("workers", "timeout_s", "nodes"):
+        for name in ("workers", "timeout_s", *(() if spec.environments else ("nodes",))):  # environments are there too
             if name in given:
                 yield no_effect(f"reward.{name}", "no term runs in the grading processes")
 

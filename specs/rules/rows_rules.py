@@ -53,6 +53,9 @@ def generate_problems(spec: TextSpec) -> Iterator[Problem]:
     if spec.reward is None:
         hint = 'add it: [reward] with terms = [{ kind = "exact_match" }] or a function of your own'
         yield Problem("[reward]", "is missing, and grades what [eval.generate] samples", hint)
+    elif spec.environment_term is not None:
+        hint = 'write terms = [{ kind = "exact_match" }] or a function of your own'
+        yield Problem("reward.terms", "no environment grades what [eval.generate] samples", hint)
     for name in _OF_LEARNING:
         if name in spec.rollout.model_fields_set:
             why = "no sample is learned from; how an evaluation samples, eval.generate says"

@@ -15,7 +15,7 @@ from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.environment import EnvironmentSection, EnvironmentTables
 from specs.schema.eval_sets import EvalSection, Evaluation, GenerateSection, PromptSets
 from specs.schema.objectives import BradleyTerry, Nll, Objective, PreferenceObjective, RowsObjective
-from specs.schema.rewards import EnvironmentReward, RewardTerm
+from specs.schema.rewards import RewardTerm
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, CRITIC, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.rows import RowsEval, RowsSection, TextEval
@@ -108,7 +108,7 @@ class RlSpec(SamplingSpec):
     """Reinforcement learning: sample completions of prompts, grade them, learn."""
 
     data: DataSection
-    reward: RewardSection = RewardSection(terms=(EnvironmentReward(kind="environment"),))
+    reward: RewardSection = RewardSection()
     algorithm: AlgorithmTable
     environment: EnvironmentTables | None = None
     ref: RefSection | None = None

@@ -20,7 +20,7 @@ from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngine
 from specs.schema.engines.engine_table import TrainTable, engine_of
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.eval_sets import Evaluation
-from specs.schema.rewards import MAX_SCORE, RewardTerm, RewardTermTable
+from specs.schema.rewards import MAX_SCORE, EnvironmentReward, RewardTerm, RewardTermTable
 from specs.schema.role_section import DType, LearningRole, Lora, ModelRole, Restartable, RoleSection
 from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, HeadKind, Role, RoleName
 from specs.schema.rows import RowsSection
@@ -49,6 +49,9 @@ class ActorSection(LearningRole):
 
     engine: TrainEngineTable = DdpTable()
     """Training engine."""
+    min_nodes: int | None = Field(None, ge=1)
+    """Fewest nodes that an attempt begins with: where the cluster has fewer than `nodes`, all roles on the same nodes
+    do with as many as there are, with as many processes on each. Unset: all are needed."""
 
 
 class RefSection(ModelRole):
@@ -155,8 +158,8 @@ class RewardSection(Restartable):
     `python`, `env` and `threads` hold for the role `data` too, which reads what `[data]` names. `max_restarts` and
     `min_processes` are about those on other hosts."""
 
-    terms: tuple[RewardTermTable, ...] = Field(min_length=1)
-    """Terms of the weighted sum."""
+    terms: tuple[RewardTermTable, ...] = Field((EnvironmentReward(kind="environment"),), min_length=1)
+    """Terms of the weighted sum. Needed where no environment gives a reward of its own."""
     workers: int = Field(2, ge=1, le=256)
     """Isolated processes that run the terms, on each node."""
     timeout_s: float = Field(10.0, gt=0)

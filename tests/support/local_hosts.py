@@ -23,6 +23,9 @@ class LocalHosts:
     def shell(self, number: int, devices: Sequence[int], env: Mapping[str, str], log_path: Path) -> LocalShell:
         return LocalShell(self.commands.get(self.names[number], ("sh",)), env, log_path)
 
+    def count(self, gpus: int) -> int:
+        return len(self.names)
+
     def reserve(self, say: Callable[[str], None]) -> None:
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from dataclasses import replace
@@ -15,11 +16,12 @@ from small_spec import raw_spec
 from rlctl import __version__
 from rlctl.processes import remote_check
 from rlctl.processes.host_check import RemoteHost, check_hosts
-from rlctl.processes.hosts import host_needs, may_begin_without, remote_hosts
+from rlctl.processes.hosts import host_needs, may_begin_without, on_fewer_nodes, remote_hosts
 from rlctl.processes.placement import make_plan
 from rlctl.processes.remote_check import Questions, checksum_of, problem_here, sizes_in
 from rlctl.processes.slurm import check_slurm
 from specs.errors import SpecError
+from specs.load.load import spec_from
 from specs.packages import package_root
 from specs.schema.recipes import RlSpec
 
@@ -84,6 +86,24 @@ def test_which_hosts_a_run_may_begin_without() -> None:
     assert not may(2), "all processes of the reward role are needed"
     assert may(2, 3, min_processes=2)
     assert not may(2, min_processes=3)
+
+
+def test_a_run_begins_on_the_nodes_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers, and who shares their nodes, keep as many processes on each; replicas beside them move up."""
+    actor = {"nodes": 4, "processes": 8, "launcher": "torchrun", "min_nodes": 2}
+    rollout = {"first_node": 4, "nodes": 2, "processes": 2, "min_processes": 1}
+    reward = {"terms": [{"kind": "exact_match"}], "nodes": 4, "processes": 4}
+    raw = raw_spec(actor=actor, rollout=rollout, reward=reward, cluster={"kind": "slurm"})
+    found = {}
+    for there in (6, 5, 4, 3, 2):
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(there))
+        settings = found[there] = on_fewer_nodes(RlSpec.model_validate(raw))
+        assert spec_from(copy.deepcopy(raw), settings).lead_section.processes in (4, 6, 8)
+    assert found[6] == found[5] == []
+    actors = [[setting for setting in found[there] if "actor" in setting] for there in (4, 3)]
+    assert actors == [["actor.nodes=3", "actor.processes=6"], ["actor.nodes=2", "actor.processes=4"]]
+    assert found[3][2:] == ["rollout.first_node=2", "reward.nodes=2", "reward.processes=2"]
+    assert found[2] == [], "fewer than actor.min_nodes: what is missing is said"
 
 
 def test_what_each_host_takes_and_which_are_checked(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -13,8 +12,10 @@ from pathlib import Path
 import crashing
 import psutil
 import pytest
-from running import REPO, environment, finish, metrics, preset, steps_done, trajectory, wait_for, workers_of
+from running import REPO, environment, finish, metrics, preset, settings, steps_done, trajectory, wait_for, workers_of
 from some_hosts import Hosts, left_in, ray_hosts
+from talking_runs import counted
+from talking_runs import write as write_talking
 
 from rlctl.processes.ray_cluster import RayCluster
 from specs.errors import SpecError
@@ -27,7 +28,12 @@ SMALL = (
     *("--set", "eval.every=1000000", "--set", "eval.prompts=2", "--set", "actor.micro_batch_tokens=256"),
 )
 FAR = ("--set", "actor.processes=2", "--set", "actor.nodes=2", "--set", "actor.launcher=torchrun")
+PPO = (
+    *("--set", "algorithm.kind=ppo", "--set", "algorithm.kl_coef=0.1"),
+    *("--set", 'critic={engine={kind="fsdp2"}, optimizer={lr=1e-3}}'),
+)
 COLOCATED = (
+    *("--set", "critic.processes=2", "--set", "critic.nodes=2", "--set", "critic.launcher=torchrun"),
     *("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "run.colocate=always"),
     *("--set", "run.heartbeat_timeout_s=10"),
 )
@@ -119,26 +125,40 @@ def cable_to_be_cut(hosts: Hosts, process: subprocess.Popen[str]) -> Iterator[Ca
 
 
 def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut(
-    hosts: Hosts, spec: Path, near: Path, tmp_path: Path
+    hosts: Hosts, spec: Path, tmp_path: Path
 ) -> None:
-    """In turns. The trainers need one another: the run ends, and names the host."""
-    run = tmp_path / "far"
-    process = train(hosts, spec, run, *SMALL, *FAR, *COLOCATED, "--set", "run.steps=100000")
+    """PPO, in turns. The trainers need one another: the run ends, and names the host; it continues without it."""
+    near, run, folder = tmp_path / "near", tmp_path / "far", tmp_path / "one"
+    folder.mkdir()
+    finish("train", preset("quickstart", folder), "--run-dir", near, *SMALL, *PPO, "--set", "run.steps=3")
+    endless = ("--set", "run.steps=100000", "--set", "checkpoint.every=1", "--set", "actor.min_nodes=1")
+    process = train(hosts, spec, run, *SMALL, *PPO, *FAR, *COLOCATED, *endless)
     with cable_to_be_cut(hosts, process) as cut:
         wait_for(lambda: steps_done(run) >= 3 or process.poll() is not None, 150, "the third step")
         (there,) = [host for host in hosts.names[1:] if left_in(host)]
         output = cut(there, 100)
-    assert process.returncode == 1, output
-    assert "actor rank 1 on node 1 (" in output
+        (other,) = {*hosts.names[1:]} - {there}
+        hosts.leave(other)
+        try:
+            done, resumed = steps_done(run), "lacks nodes"
+            while "lacks nodes" in resumed:  # Ray has not noticed that they are gone
+                process = train(hosts, run, run, "--resume", "--set", f"run.steps={done + 2}")
+                resumed = process.communicate(timeout=150)[0]
+        finally:
+            hosts.join(other)
+    assert process.returncode == 0, resumed
+    assert "the cluster has fewer nodes than actor.nodes: " in resumed
+    assert "resumed with another actor.nodes: 2 → 1" in resumed
+    assert steps_done(run) == done + 2
+    assert re.search(r"(actor|critic|ref|rollout) rank 1 on node 1 \(", output), output
     assert "no sign of life " in output, "of the rank, or of its host"
     wait_for(lambda: hosts.idle, 150, "the end of all hosts' processes")
     for one, two in [*zip(metrics(near), metrics(run), strict=False)][:3]:  # rounding grows with the steps
         if one["step"] > 0:
             assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-6)
-            assert two["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-5)
-            assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
-    built = json.loads((run / "as_built.json").read_text())
-    assert [[rank["rank"] for rank in built[role]] for role in ("actor", "rollout")] == [[0, 1], [0, 1]]
+            for role in ("actor", "critic"):
+                assert two[f"{role}/loss"] == pytest.approx(one[f"{role}/loss"], abs=1e-5)
+                assert two[f"{role}/grad_norm"] == pytest.approx(one[f"{role}/grad_norm"], rel=1e-3)
 
 
 def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_and_come_back_or_not(
@@ -175,12 +195,19 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
 
 
 def test_a_replica_whose_node_is_lost_comes_back_on_another_until_the_driver_dies(hosts: Hosts, tmp_path: Path) -> None:
-    """A node that joins. No other has room, for each has a part of the run. With the driver everything ends."""
-    run = tmp_path / "run"
-    spec = on_hosts(hosts, preset("fake", tmp_path))
-    far = ("--set", "rollout.processes=3", "--set", "rollout.nodes=3", "--set", "rollout.min_processes=1")
-    process = train(hosts, spec, run, *far, "--set", "run.steps=100000", "--set", "run.heartbeat_timeout_s=10")
+    """A node that joins. No other has room, for each has a part of the run. With the driver everything ends. Samplers
+    and environments of the episodes are on all three, which changes no number while they are there."""
+    run, near = tmp_path / "run", tmp_path / "near"
+    spec = write_talking(tmp_path)
+    finish("train", spec, "--run-dir", near)
+    far = [f"{role}.{key}" for role in ("rollout", "reward") for key in ("processes=3", "nodes=3", "min_processes=1")]
+    far += ["reward.max_restarts=0", "run.steps=100000", "run.heartbeat_timeout_s=10"]
+    process = train(hosts, on_hosts(hosts, spec), run, *settings(*far))
     try:
+        wait_for(lambda: steps_done(run) >= 4 or process.poll() is not None, 150, "four steps")
+        assert process.poll() is None, process.communicate()[0]
+        for one, two in zip(counted(near), counted(run), strict=False):
+            assert two == {**one, **{key: value for key, value in two.items() if key not in one}}
         wait_for(lambda: len(replicas_of(run)) == 3 or process.poll() is not None, 150, "three replicas")
         assert len({host for host in hosts.names if left_in(host)}) == 3
         hosts.leave(hosts.third)

@@ -46,6 +46,7 @@ GENERATED = generated()
         ({"objective": {"kind": "bpo"}}, {"objective.kind": "unknown kind; known: dpo"}),
         (GENERATED, {}),
         ({"eval": {"every": 1, "generate": {"max_response_tokens": 4}}}, {"[reward]": "is missing"}),
+        ({**GENERATED, "reward": {}}, {"reward.terms": "no environment grades"}),
         ({"reward": {"terms": [EXACT]}, "rollout": {}}, {"[reward]": "has no effect", "[rollout]": "has no effect"}),
         ({**GENERATED, "rollout": {"temperature": 0.5}}, {"rollout.temperature": "no sample is learned from"}),
         ({**GENERATED, "rollout": {"max_staleness": 1}}, {"rollout.max_staleness": "no sample is learned from"}),

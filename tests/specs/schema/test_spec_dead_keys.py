@@ -36,7 +36,7 @@ AT_RUN_TIME = {
     *(f"run.{key}_timeout_s" for key in ("start", "verb", "stall", "heartbeat")),
     *("reward.max_restarts", "reward.min_processes", "rollout.top_p", "rollout.top_k"),
     *("rollout.repeatable", "rollout.in_flight", "eval.every", "checkpoint.every", "checkpoint.keep"),
-    *("sync.bucket_MiB", "cluster.kind", "cluster.address"),
+    *("sync.bucket_MiB", "cluster.kind", "cluster.address", "actor.min_nodes"),
     *(f"algorithm.correction.{key}" for key in ("level", "mode", "low", "high")),
     *(f"algorithm.kl_{key}" for key in ("target", "horizon")),
     *(f"algorithm.{key}" for key in ("dynamic_sampling", "max_refills", "mask_truncated")),
