@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from backends.protocol import Rank
 from specs.schema.engines.engine_registry import library_names
@@ -24,6 +25,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _gpu() -> str:
+    """Return the UUID of the GPU that this process has begun to use, if there is one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
 def as_built(role: str, rank: Rank, *, engine: str, device: str, model: ModelBuilt | None) -> AsBuilt:
     """Return this rank's report; `model` is what the engine read back from its layers."""
     return AsBuilt(
@@ -34,6 +43,7 @@ def as_built(role: str, rank: Rank, *, engine: str, device: str, model: ModelBui
         pid=os.getpid(),
         python=sys.executable,
         device=device,
+        gpu=_gpu(),
         threads=int(os.environ.get("OMP_NUM_THREADS", "0") or 0),
         engine=engine,
         versions=_versions(),

@@ -55,6 +55,7 @@ class AsBuilt(Table):
     pid: int
     python: str
     device: str
+    gpu: str = ""  # its UUID; "" on the CPU, and of an engine that computes in another process
     threads: int
     engine: str
     versions: dict[str, str]

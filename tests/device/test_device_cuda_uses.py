@@ -21,6 +21,11 @@ USES: tuple[tuple[str, str, str], ...] = (
         LITERAL,
         "the word that says where a role computes; the driver asks no GPU",
     ),
+    (
+        "workers/rank_report.py",
+        "current_device get_device_properties is_initialized",
+        "each rank says which GPU it has",
+    ),
     ("backends/train/role_group.py", f"{LITERAL} device_count set_device", "each rank takes its GPU before all else"),
     ("backends/zero/deepspeed_start.py", f"{LITERAL} device_count", "DeepSpeed takes the rank's GPU by LOCAL_RANK"),
     (

@@ -53,7 +53,7 @@ def test_a_part_works_on_a_device(tmp_path: Path, name: str) -> None:
     part = next(part for part in PARTS if part.name == name)
     with in_every_rank(tmp_path), pytest.MonkeyPatch.context() as patch:
         if name == "tests":
-            patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+            patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         found = part.run(replace(toy_size(), device="cuda"), tmp_path / name)
     assert_proven(part, found)
     if name == "tests":

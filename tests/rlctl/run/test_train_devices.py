@@ -45,4 +45,5 @@ def test_roles_share_two_gpus_and_samplers_have_their_own(tmp_path: Path) -> Non
         assert on_gpus["sync/verified"]
         assert on_gpus["rollout/logprob_gap_max"] < 1e-4
     built = json.loads((tmp_path / "gpus" / "as_built.json").read_text())
-    assert [rank["device"] for role in ("actor", "ref", "rollout") for rank in built[role]] == ["cuda"] * 6
+    gpus = {role: [rank["gpu"] for rank in built[role]] for role in ("actor", "ref", "rollout")}
+    assert gpus == {"actor": ["GPU-0", "GPU-1"], "ref": ["GPU-0", "GPU-1"], "rollout": ["GPU-2", "GPU-3"]}

@@ -185,6 +185,9 @@ def install(library: ctypes.CDLL) -> None:
         library.set_device(before if device < 0 else device)
         return before
 
+    def visible() -> list[str]:  # as CUDA, when it is first asked: a rank narrows them before
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+
     resize_of_host, numpy_of_torch = torch.UntypedStorage.resize_, torch.Tensor.numpy
     patches: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.UntypedStorage, {"resize_": resize, "_share_cuda_": share, "_new_shared_cuda": staticmethod(mapped)}),
@@ -205,7 +208,7 @@ def install(library: ctypes.CDLL) -> None:
                 "_maybe_exchange_device": exchange,
                 "is_available": lambda: True,
                 "is_initialized": lambda: True,
-                "device_count": lambda: 8,
+                "device_count": lambda: len(visible()),
                 "current_device": lambda: library.current_device(),
                 "set_device": lambda device: library.set_device(index_of(device)),
                 "synchronize": lambda device=None: timeline.host_waits(timeline.everything()),
@@ -217,7 +220,7 @@ def install(library: ctypes.CDLL) -> None:
                 "set_rng_state": lambda state, device=None: None,
                 "get_device_capability": lambda device=None: (9, 0),
                 "get_device_properties": lambda device=None: SimpleNamespace(
-                    uuid=f"GPU-{index_of(device)}", total_memory=2**36
+                    uuid=f"GPU-{visible()[index_of(device)]}", total_memory=2**36
                 ),
                 "is_bf16_supported": lambda including_emulation=True: True,
             },
