@@ -51,7 +51,7 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_150,
+        6_170,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
@@ -59,7 +59,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_575, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_310, 2_000, ("rlctl/show",)),
-    "run": (2_997, 2_200, ("rlctl/run",)),
+    "run": (3_006, 2_200, ("rlctl/run",)),
     "grading": (1_590, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         3_740,
@@ -68,9 +68,9 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_130, 15_000, ("backends",)),
-    "four packages": (58_390, 50_000, WINGS),
+    "four packages": (58_445, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (44_200, 38_000, ("tests",)),
+    "tests with their cases": (44_235, 38_000, ("tests",)),
     "docs": (4_015, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

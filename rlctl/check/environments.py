@@ -26,7 +26,6 @@ from specs.schema.environment import EnvironmentSection
 from specs.schema.recipes import RlSpec
 from specs.schema.roles import REWARD
 from specs.schema.spec import Spec
-from specs.text import show
 from workers.data.conversations import BadRow
 from workers.data.prompts import RowReader, as_json
 from workers.watchdog import kill_marked
@@ -71,7 +70,7 @@ def try_environments(
     if not isinstance(spec, RlSpec) or not spec.environments or "reward.python" in known:
         return errors, warnings, found
     sections = environment_keys(spec)
-    rows = {} if {"data.train", "data.environment_column"} & {*known} else _rows(spec, spec_dir, sections, errors)
+    rows = {} if "data.environment_column" in known else _rows(spec, spec_dir, sections)
     wanted = {
         key for key, one in sections.items() if _named_once(one) and not any(k.startswith(f"{key}.") for k in known)
     }
@@ -101,22 +100,15 @@ def _named_once(section: EnvironmentSection) -> bool:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rows(
-    spec: RlSpec, spec_dir: Path, sections: Mapping[str, EnvironmentSection], errors: list[Problem]
-) -> dict[str, dict[str, Any]]:
+def _rows(spec: RlSpec, spec_dir: Path, sections: Mapping[str, EnvironmentSection]) -> dict[str, dict[str, Any]]:
     """Return a row for each environment that the first rows name, as its episodes are given it."""
     reader = RowReader(spec.data, False, chat=True)
     column, keys = spec.data.environment_column, {one.name: key for key, one in sections.items()}
     rows: dict[str, dict[str, Any]] = {}
     for row in readable_rows(spec, spec_dir, _ROWS):
         name = str(row.values.get(column, "")) if len(keys) > 1 else next(iter(keys))
-        if name not in keys:
-            message = f"{row.where} has {show(name)} there, which is no environment of the spec"
-            hint = f"write one of {', '.join(keys)} into the column, or add an [[environment]] of that name"
-            errors.append(Problem("data.environment_column", message, hint))
-            break
         with suppress(BadRow):
-            if keys[name] not in rows:
+            if name in keys and keys[name] not in rows:  # others are bad rows
                 content = {"messages": reader.prompt(row), "values": row.values}
                 rows[keys[name]] = {"where": row.where, **as_json(content)}
         if len(rows) == len(keys):

@@ -140,5 +140,5 @@ def chat_problems(spec: Spec, folder: Path) -> Iterator[Problem]:
     elif data.chat == "always":
         yield Problem("data.chat", lacks, 'write "auto" or "never"')
     elif data.system:
-        hint = "remove the key, or put its text into data.template"
+        hint = "remove the key" + (", or put its text into data.template" if hasattr(data, "template") else "")
         yield Problem("data.system", f"has no effect: {lacks}", hint)

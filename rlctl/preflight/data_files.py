@@ -147,7 +147,7 @@ def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile
 
 def _config(spec: Spec, spec_dir: Path) -> DataConfig:
     """Return the data role's config. No code of a tokenizer is run here."""
-    return DataConfig.of(spec, spec.model.path, spec_dir).model_copy(update={"trust_remote_code": False})
+    return DataConfig.of(spec, spec.model_path(spec.lead), spec_dir).model_copy(update={"trust_remote_code": False})
 
 
 def _held_out(spec: Spec, spec_dir: Path) -> list[Problem]:

@@ -81,8 +81,8 @@ class PrecomputedReference(Reference):
             self._read()
             return
         if done and driver.ref is None:
-            hint = "put it back from a copy, or start a new run with --run-dir"
-            raise RunDirError(f"{self.path} is gone, and the actor has learned since it was made", hint=hint)
+            hint = "put it back from a copy, or start a new run with model.path = the directory of this one"
+            raise RunDirError(f"{self.path} is missing, and the actor has learned since it was made", hint=hint)
         wanted: tuple[Literal["all", "eval"], ...] = ("all", "eval")
         for what in wanted:
             for rows in self._rows(driver, what):

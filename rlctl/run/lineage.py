@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 
 FORKED_FROM = "forked_from.json"
+REF_LOGPROBS = "ref_logprobs.safetensors"  # of a reference that is computed once
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ class Fork:
     step: int
 
     def write(self, run_dir: Path) -> None:
+        """Note it in a run's directory, which has the log-probs of the other's reference too, if that kept any."""
         write_object(run_dir / FORKED_FROM, {"run": str(self.run), "step": self.step})
+        if (self.run / REF_LOGPROBS).is_file():
+            shutil.copyfile(self.run / REF_LOGPROBS, run_dir / REF_LOGPROBS)
 
     @staticmethod
     def of(run_dir: Path) -> Fork | None:
@@ -82,6 +87,10 @@ def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
     (run, step), option = checkpoints.run_and_step(text), f"--from {text}: "
     if not (run / "resolved.json").is_file():
         raise UsageError(f"{option}{run} holds no run", hint="name a run directory: --from RUN_DIR or RUN_DIR@STEP")
+    recipe = read_object(run / "resolved.json")["run"].get("recipe")
+    if spec.needs_ref and not spec.own_ref_model and recipe != spec.run.recipe:
+        message = f"{option}that run's recipe is {recipe}, and the reference here would not be the model that it made"
+        raise UsageError(message, hint=f'begin a new run with its weights: --set model.path="{run}"')
     if step is not None:
         checkpoints.check_has(run / "checkpoints", step, option)
     else:

@@ -14,7 +14,7 @@ from typing import Any
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import START_OVER, step_path, steps_in
 from rlctl.run.input_files import Inputs, changes, inputs_of
-from rlctl.run.lineage import FORKED_FROM
+from rlctl.run.lineage import FORKED_FROM, REF_LOGPROBS
 from rlctl.run.resume import differences
 from rlctl.run.run_lock import LOCK, RunLock, owner_of
 from rlctl.show.journal import Journal, newest
@@ -34,7 +34,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self.ref_logprobs = self.path / "ref_logprobs.safetensors"
+        self.ref_logprobs = self.path / REF_LOGPROBS
         self.metrics, self.samples = self.path / "metrics.jsonl", self.path / "samples.jsonl"
         self.evaluations, self.as_built = self.path / "eval.jsonl", self.path / "as_built.json"
         self.resolved, self.checkpoints = self.path / "resolved.json", self.path / "checkpoints"

@@ -92,6 +92,9 @@ def _dynamic_sampling(spec: RlSpec) -> Iterator[Problem]:
         message = f"the advantage {kind} learns from a group of equal scores too: none may be thrown away"
         hint = "set algorithm.dynamic_sampling = false, or choose an algorithm that compares the scores of a group"
         yield Problem("algorithm.dynamic_sampling", message, hint)
+    elif algorithm.group_size == algorithm.advantage.min_group == 1:
+        message = "a group of one has equal scores always, and algorithm.dynamic_sampling would throw all away"
+        yield Problem("algorithm.group_size", message, "use 2 or more")
     elif spec.needs_reward_model and spec.colocated:
         message = "refills are sampled after groups were scored: the reward model takes the sampler's device for that"
         hint = 'set it to false, or give rollout devices of its own (and leave run.colocate = "always" out)'

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.algorithms.algorithm import FunctionAdvantage
 from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo
-from specs.schema.environment import EnvironmentSection
+from specs.schema.environment import AgentCommand, EnvironmentSection
 from specs.schema.recipes import RlSpec
 from specs.schema.table import no_effect
 from specs.text import show
@@ -20,7 +21,7 @@ def environment_problems(spec: RlSpec) -> Iterator[Problem]:
     column, data = spec.data.environment_column, spec.data
     for number, section in enumerate(spec.environments):
         key = f"environment.{number}" if several else "environment"
-        yield from _made_of(key, section)
+        yield from _made_of(key, section, only_term=len(spec.reward_terms) == 1 and spec.environment_term == 0)
         yield from _limits(key, section, spec)
         yield from _credit(key, section, spec)
         if section.name in [one.name for one in spec.environments[:number]]:
@@ -46,7 +47,7 @@ def environment_problems(spec: RlSpec) -> Iterator[Problem]:
             yield Problem(f"reward.terms.{spec.environment_term}", "the spec has no environment", hint)
 
 
-def _made_of(key: str, section: EnvironmentSection) -> Iterator[Problem]:
+def _made_of(key: str, section: EnvironmentSection, *, only_term: bool) -> Iterator[Problem]:
     given = [name for name in ("path", "tools", "agent") if getattr(section, name)]
     if len(given) != 1:
         wrong = f"has {' and '.join(given)}" if given else "says nothing of what it is"
@@ -59,6 +60,9 @@ def _made_of(key: str, section: EnvironmentSection) -> Iterator[Problem]:
             yield Problem(f"{key}.tools.{number}", "neither a function nor an MCP server", hint)
     if section.agent and section.on_parse_error == "end":
         yield no_effect(f"{key}.on_parse_error", "an agent reads what the model wrote itself")
+    if isinstance(section.agent, AgentCommand) and not section.agent.reward and only_term:
+        hint = 'name a function: agent.reward = "file.py:name", or add [reward] with terms of its own'
+        yield Problem(f"{key}.agent.reward", "missing, and nothing else grades what the program does", hint)
     if not section.agent and "learn_from" in section.model_fields_set:
         yield no_effect(f"{key}.learn_from", "there is no agent")
 
@@ -81,7 +85,9 @@ def _credit(key: str, section: EnvironmentSection, spec: RlSpec) -> Iterator[Pro
     if section.credit == "episode":
         return
     if not isinstance(spec.algorithm.advantage, _BY_TOKEN):
-        message = f"algorithm.kind = {show(spec.algorithm.kind)} gives all tokens of a rollout the same advantage"
-        yield Problem(f"{key}.credit", message, 'use algorithm.kind = "reinforce++", "remax" or "ppo"')
+        own = isinstance(spec.algorithm.advantage, FunctionAdvantage)
+        gives = "algorithm.advantage_function" if own else f"algorithm.kind = {show(spec.algorithm.kind)}"
+        hint = ("leave it out, and " if own else "") + 'use algorithm.kind = "reinforce++", "remax" or "ppo"'
+        yield Problem(f"{key}.credit", f"{gives} gives all tokens of a rollout the same advantage", hint)
     elif spec.environment_term is None:
         yield no_effect(f"{key}.credit", 'no term of reward.terms is { kind = "environment" }')

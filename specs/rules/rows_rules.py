@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from specs.errors import Problem
-from specs.schema.objectives import Kto, Mixture, Objective, Preference
+from specs.schema.objectives import Kto, Mixture, Objective, Preference, Unit
 from specs.schema.recipes import PreferenceSpec, RowsSpec, TextSpec
 from specs.schema.rewards import reads_answer
 from specs.schema.sections import is_hub_data
 from specs.schema.table import no_effect
 from specs.text import show
+
+# Columns that are not read, by what an objective is a mean of.
+UNREAD: Mapping[Unit, tuple[str, ...]] = {
+    "token": ("chosen_column", "rejected_column", "margin_column", "label_column"),
+    "pair": ("text_column", "messages_column", "completion_column", "label_column"),
+    "sequence": ("text_column", "messages_column", "chosen_column", "rejected_column", "margin_column"),
+}
 
 
 def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
@@ -23,6 +30,10 @@ def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
         yield no_effect("data.split", f"{show(data.train)} is not a hub data set")
     if data.system and data.chat == "never":
         yield no_effect("data.system", 'data.chat is "never"')
+    sources = {"data": given, **{f"data.sets.{number}": one.model_fields_set for number, one in enumerate(data.sets)}}
+    for place, named in sources.items():
+        for name in sorted(named.intersection(UNREAD[spec.objective.unit])):
+            yield no_effect(f"{place}.{name}", f"no row of {spec.objective.kind} is read from it")
     if len(data.sets) == 1 and "weight" in data.sets[0].model_fields_set:
         yield no_effect("data.sets.0.weight", "there is only one set")
     if spec.eval is not None and "split" in spec.eval.model_fields_set and not is_hub_data(spec.eval.data):
@@ -63,7 +74,8 @@ def generate_problems(spec: TextSpec) -> Iterator[Problem]:
     if "answer_column" in generate.model_fields_set and not reads_answer(spec.reward_terms):
         yield no_effect("eval.generate.answer_column", "no term of reward.terms compares with it")
     for one in spec.evaluations:
-        if spec.eval is not None and not one.data and "prompts" in one.given and one.prompts > spec.eval.rows:
+        given = {*one.given, *generate.model_fields_set}
+        if spec.eval is not None and not one.data and "prompts" in given and one.prompts > spec.eval.rows:
             message = f"more than eval.rows = {spec.eval.rows}, whose prompts these are"
             yield Problem(f"{one.key}.prompts", message, f"use at most {spec.eval.rows}, or name {one.key}.data")
 
@@ -80,6 +92,8 @@ def _objective(key: str, objective: Objective) -> Iterator[Problem]:
         yield no_effect(f"{key}.weight", "it weighs the terms of a mixture")
     if isinstance(objective, Preference) and objective.precompute_ref and not objective.needs_ref:
         yield no_effect(f"{key}.precompute_ref", "the objective compares with no reference")
+    if isinstance(objective, Kto) and not objective.desirable_weight and not objective.undesirable_weight:
+        yield Problem(f"{key}.desirable_weight", "0, as the other one: nothing would be learned", "raise one of them")
     if isinstance(objective, Kto) and objective.precompute_ref:
         message = "its KL compares other pairs of prompts and completions in every step"
         yield Problem(f"{key}.precompute_ref", message, "remove the key")

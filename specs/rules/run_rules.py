@@ -24,18 +24,23 @@ def run_problems(spec: Spec) -> Iterator[Problem]:
 
 
 def _deadlines(spec: Spec) -> Iterator[Problem]:
-    """`run.stall_timeout_s` comes after the silence of a rank and the time of one grade, and before a verb's deadline.
-    A default that is out of that order does no harm."""
+    """`run.stall_timeout_s` comes after the silence of a rank and the time of one grade or call, and before a verb's
+    deadline. A default that is out of that order does no harm."""
     run, key, sampling = spec.run, "run.stall_timeout_s", sampling_of(spec)
-    grading = sampling.reward if sampling is not None else None
+    calls = (
+        [] if sampling is None else [("environment.call_timeout_s", e.call_timeout_s) for e in sampling.environments]
+    )
+    if sampling is not None and any(term.graded_by == "processes" for term in sampling.reward_terms):
+        calls.append(("reward.timeout_s", sampling.grading.timeout_s))
+    slowest, seconds = max(calls, key=lambda call: call[1], default=("", 0.0))
     if "stall_timeout_s" in run.model_fields_set and run.stall_timeout_s >= run.verb_timeout_s:
         yield no_effect(key, f"run.verb_timeout_s = {run.verb_timeout_s:g} comes first")
     elif run.stall_timeout_s < run.heartbeat_timeout_s:
         message = f"less than run.heartbeat_timeout_s = {run.heartbeat_timeout_s:g}, after which a rank counts as gone"
         yield Problem(key, message, f"use more than {run.heartbeat_timeout_s:g}")
-    elif grading is not None and run.stall_timeout_s <= grading.timeout_s:
-        message = f"one completion may take reward.timeout_s = {grading.timeout_s:g} s to grade, and nothing moves"
-        yield Problem(key, message, f"use more than {grading.timeout_s:g}")
+    elif run.stall_timeout_s <= seconds:
+        message = f"one completion may take {slowest} = {seconds:g} s, and nothing moves"
+        yield Problem(key, message, f"use more than {seconds:g}")
 
 
 def _run_ahead(spec: RlSpec) -> Iterator[Problem]:

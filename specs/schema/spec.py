@@ -367,7 +367,8 @@ class Spec(Table):
         return own or self.model.attn_implementation
 
     def model_path(self, role: RoleName) -> str:
-        """Path of the model that a role builds."""
+        """Path of the model that a role builds; of one that holds none, whose tokenizer it uses: the lead's."""
+        role = role if ROLES[role].holds_model else self.lead
         return getattr(self._section(ROLES[role]), "model", "") or self.model.path
 
     # The roles: `sections` as a person wrote them, `roles` and `role` as the run has them.

@@ -103,6 +103,7 @@ class DataConfig(TextConfig):
     answer_column: str = ""
     needs_answer: bool = False  # a row without `answer_column` is a bad one
     needs_columns: tuple[str, ...] = ()  # what else every row must have, for scoring
+    environments: tuple[str, ...] = ()  # of which every row must name one, where there are several
     tells_messages: bool = False  # whether rows travel with the conversation that their prompt was made from
     row_columns: tuple[str, ...] | None = None  # what scoring reads of a row; None: all of it
     seed: int
@@ -127,6 +128,7 @@ class DataConfig(TextConfig):
                 "answer_column": answer,
                 "needs_answer": compares_answer(terms),
                 "needs_columns": judged,
+                "environments": [one.name for one in sampling.environments] if len(sampling.environments) > 1 else (),
                 "tells_messages": sampling.needs_reward_model or bool(sampling.environments),
                 "row_columns": None
                 if reads_whole_rows(terms) or sampling.environments

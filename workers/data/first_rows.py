@@ -50,6 +50,7 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
             table = build_examples(first_of(rows, _ROWS), reader)
             chat = chat or (key != _EVAL and table.rendered)
             if next(rows, None) is not None:  # others may be better
+                yield from _none_left(key, table)
                 continue
             refuse_nothing(table, reader.config)
             trained += [] if key == _EVAL else [table]
@@ -61,6 +62,15 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
             yield Finding(key="model.path", message=error.message, hint=error.hint, value=show(config.model_path))
             return
     yield from _prompt_findings(config, readers, chat)
+
+
+def _none_left(key: str, table: ExampleTable) -> Iterator[Finding]:
+    """Warn of rows of which the first are all dropped."""
+    if not len(table):
+        why = f"{table.dropped_overlong} are longer than data.max_tokens, {table.dropped_bad} are bad"
+        message = f"of the first {_ROWS} rows of {table.source} none is left: {why}"
+        hint = f"raise it, or repair the rows{f', the first: {table.first_bad}' if table.dropped_bad else ''}"
+        yield Finding(key=key, message=message, hint=hint, value=show(table.source), refuses=False)
 
 
 def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], chat: bool) -> Iterator[Finding]:

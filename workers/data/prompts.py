@@ -147,13 +147,23 @@ def uses_chat(data: DataSection, codec: TextCodec) -> bool:
 
 class RowReader:
     """Takes the prompt out of a row and checks everything that the run reads of it. `needs_answer`: a reward compares
-    with `data.answer_column`; `needs_columns`: what else scoring reads of every row."""
+    with `data.answer_column`; `needs_columns`: what else scoring reads of every row; `environments`: of which each
+    names one."""
 
-    def __init__(self, data: DataSection, needs_answer: bool, needs_columns: Sequence[str] = (), *, chat: bool) -> None:
-        self.data, self.chat, self.needs_answer = data, chat, needs_answer
+    def __init__(
+        self,
+        data: DataSection,
+        needs_answer: bool,
+        needs_columns: Sequence[str] = (),
+        environments: Sequence[str] = (),
+        *,
+        chat: bool,
+    ) -> None:
+        self.data, self.chat, self.needs_answer, self.environments = data, chat, needs_answer, environments
         columns = template_columns(data.template) if data.template else (data.prompt_column,)
         answer = (data.answer_column,) if needs_answer else ()
-        self.columns = tuple(dict.fromkeys((*columns, *answer, *needs_columns)))
+        named = (data.environment_column,) if environments and data.environment_column else ()
+        self.columns = tuple(dict.fromkeys((*columns, *answer, *needs_columns, *named)))
         self.in_template = template_columns(data.template)
 
     def prompt(self, row: DataRow) -> str | Messages:
@@ -171,6 +181,9 @@ class RowReader:
 
     def _check_columns(self, values: Mapping[str, Any]) -> None:
         check_columns(values, self.columns, self.data.answer_column if self.needs_answer else "")
+        named = self.data.environment_column
+        if named and self.environments and values[named] not in self.environments:
+            raise BadRow(f"column {named!r} is {values[named]!r:.60}, and must be {' or '.join(self.environments)}")
         for column in self.in_template:
             if isinstance(values[column], dict | list):
                 raise BadRow(f"column {column!r} is {type(values[column]).__name__}, which no template can write")

@@ -40,7 +40,7 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         longest = context.max_prompt_tokens
         if self.prefill_tokens < longest:
-            message = f"less than the longest prompt (data.max_prompt_tokens = {longest})"
+            message = f"less than the longest prompt may have ({longest} tokens)"
             key = f"{context.role}.engine.prefill_tokens"
             yield Problem(key, message, f"use at least {longest}", str(self.prefill_tokens))
 

@@ -107,7 +107,7 @@ def test_a_lost_file_of_the_reference_is_not_made_of_a_model_that_has_learned(tm
         run.steps(2, save=[2])
     (tmp_path / "run" / "ref_logprobs.safetensors").unlink()
     with (
-        pytest.raises(RunDirError, match=r"ref_logprobs\.safetensors is gone"),
+        pytest.raises(RunDirError, match=r"ref_logprobs\.safetensors is missing"),
         local_run(spec, tmp_path / "run", resume=True),
     ):
         pass

@@ -91,6 +91,13 @@ def test_what_cannot_be_forked_is_said_before_anything_is_made(whole: Path, tmp_
         fork(str(whole), "run.steps=3")
     with pytest.raises(UsageError, match="holds no run"):
         fork(str(tmp_path))
+    taught = json.loads((whole / "resolved.json").read_text())
+    (tmp_path / "taught").mkdir()
+    (tmp_path / "taught" / "resolved.json").write_text(
+        json.dumps({**taught, "run": {**taught["run"], "recipe": "sft"}})
+    )
+    with pytest.raises(UsageError, match="recipe is sft, and the reference here would not be the model that it made"):
+        fork(str(tmp_path / "taught"), "algorithm.kl_coef=0.1")
     with pytest.raises(CheckpointError, match="belongs to another model"):
         fork(str(whole), "model.path=builtin:mini-digits")
     assert not run.exists()

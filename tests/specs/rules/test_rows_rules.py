@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlctl.processes.role_configs import build_bodies
 from specs.errors import SpecError
 from specs.load.load import spec_from
 
@@ -13,6 +15,7 @@ RUN = {"run": {"recipe": "preference", "name": "x", "steps": 2}, "model": {"path
 DATA = {"train": "pairs.jsonl", "rows_per_step": 4, "max_tokens": 32}
 DPO = {"kind": "dpo"}
 EXACT = {"kind": "exact_match"}
+KEEPS_NONE = {"desirable_weight": 0.0, "undesirable_weight": 0.0}
 
 
 def generated(**keys: Any) -> dict[str, Any]:
@@ -38,6 +41,9 @@ GENERATED = generated()
         ({"objective": {"kind": "orpo", "precompute_ref": True}}, {"objective.precompute_ref": "no reference"}),
         ({"objective": {"kind": "kto", "precompute_ref": True}}, {"objective.precompute_ref": "in every step"}),
         ({"objective": {"kind": "simpo"}, "ref": {}}, {"ref": "has no effect"}),
+        ({"data": {**DATA, "label_column": "x"}}, {"data.label_column": "no row of dpo is read from it"}),
+        ({"objective": {"kind": "kto"}, "data": {**DATA, "label_column": "x"}}, {}),
+        ({"objective": {"kind": "kto", **KEEPS_NONE}}, {"objective.desirable_weight": "nothing would be learned"}),
         ({"objective": {**DPO, "precompute_ref": True}, "ref": {}}, {"ref": "the actor itself is the reference"}),
         (
             {"objective": {"mixture": [{**DPO, "precompute_ref": True}, {"kind": "nll"}]}},
@@ -51,6 +57,7 @@ GENERATED = generated()
         ({**GENERATED, "rollout": {"temperature": 0.5}}, {"rollout.temperature": "no sample is learned from"}),
         ({**GENERATED, "rollout": {"max_staleness": 1}}, {"rollout.max_staleness": "no sample is learned from"}),
         (generated(prompts=65), {"eval.generate.prompts": "more than eval.rows = 64"}),
+        (generated(prompts=65, sets=[{"name": "a"}]), {"eval.generate.sets.0.prompts": "more than eval.rows = 64"}),
         (generated(prompts=65, data="more.jsonl"), {}),
         (generated(split="x"), {"eval.generate.split": "has no effect"}),
         (generated(samples_per_prompt=2), {"eval.generate.samples_per_prompt": "are all the same"}),
@@ -73,3 +80,12 @@ def test_a_spec_of_preferences(more: dict[str, Any], wanted: dict[str, str]) -> 
     assert found.keys() == wanted.keys(), found
     for key, text in wanted.items():
         assert text in found[key]
+
+
+def test_rows_are_tokens_of_the_model_that_learns(tmp_path: Path) -> None:
+    """A reward model that is not `model.path` has its own tokenizer."""
+    run = {"recipe": "reward_model", "name": "x", "steps": 2}
+    own = {"reward_model": {"model": "own"}, "objective": {"kind": "bradley_terry"}}
+    spec = spec_from({"schema": 1, "run": run, "model": {"path": "base"}, "data": DATA, **own})
+    bodies = build_bodies(spec, tmp_path, tmp_path)
+    assert bodies["data"]["model_path"] == bodies["reward_model"]["model"]["path"] == "own"
