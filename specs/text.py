@@ -22,6 +22,8 @@ def show(value: Any, limit: int = 60) -> str:
         text = '"' + "".join(_shown(character) for character in value) + '"'
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(show(item) or "{…}" for item in value) + "]"
+    elif fields := getattr(value, "model_fields_set", None):  # a table of a default
+        text = "{ " + ", ".join(f"{name} = {show(getattr(value, name))}" for name in sorted(fields)) + " }"
     else:
         text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -9,6 +9,7 @@ from functools import partial
 from rlctl.loop.driver import Arrived, StepRecord
 from rlctl.loop.sampling import PromptBatch, Sampler
 from rlctl.loop.scores import eval_metrics
+from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from specs.phases import Phase
 from specs.schema.eval_sets import Evaluation
 
@@ -18,8 +19,9 @@ EnterPhase = Callable[[Phase, int, str], AbstractContextManager[None]]
 class PromptEvaluation:
     """Completes every set of prompts of a run and tells how well that went."""
 
-    def __init__(self, sampler: Sampler, phase: EnterPhase) -> None:
+    def __init__(self, sampler: Sampler, phase: EnterPhase, warn: Callable[[str], None]) -> None:
         self.sampler, self.phase, self.spec = sampler, phase, sampler.spec
+        self.failures = RewardFailureWatch(1.0, warn)  # it ends no run
         self._prompts: dict[str, PromptBatch] = {}  # by evaluation
 
     def run(self, step: int, arrived: Arrived | None = None) -> StepRecord:
@@ -39,6 +41,7 @@ class PromptEvaluation:
         on_arrival = partial(arrived or (lambda evaluation, arrived, total: None), one)
         prompts, sampling = self._prompts[one.name], sampler.measured(one)
         drawn = sampler.start(prompts, sampling, step, "eval", on_arrival=on_arrival).finish()
+        self.failures.see(drawn.scored, f"evaluation {one.name}")
         found = eval_metrics.evaluated(drawn, passes)
         record.metrics.update({f"eval/{one.name}/{name}": value for name, value in found.items()})
         solved: dict[int, dict[str, bool]] = {}

@@ -72,7 +72,7 @@ class Rl(Driver):
         self.actor = self.lead
         self.kl = KlController(spec.algorithm)
         self.sampler = self.make_sampler(spec, groups, sync, grading)
-        self.evaluation = PromptEvaluation(self.sampler, self.phase)
+        self.evaluation = PromptEvaluation(self.sampler, self.phase, progress.warning)
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, progress.warning)
         self.signals = SignalWatch(spec, progress.warning)
@@ -87,7 +87,7 @@ class Rl(Driver):
         self.sync.resend_if_asleep(step)
         with self.phase("rollout", step):
             drawn = self.queue.take(step)
-        self.reward_failures.see(drawn.scored, step)
+        self.reward_failures.see(drawn.scored, f"step {step}")
         with self.phase("train", step):
             batch = self.add_model_columns(drawn.batch, step)
             batch = self.add_correction(batch)

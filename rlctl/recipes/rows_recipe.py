@@ -70,7 +70,8 @@ class RowsRecipe(Driver):
         self.generated: PromptEvaluation | None = None
         if (sampling := sampling_of(spec)) is not None:
             assert sync is not None, "a rollout has weights"
-            self.generated = PromptEvaluation(self.make_sampler(sampling, groups, sync, grading), self.phase)
+            sampler = self.make_sampler(sampling, groups, sync, grading)
+            self.generated = PromptEvaluation(sampler, self.phase, progress.warning)
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 

@@ -96,8 +96,8 @@ def _dynamic_sampling(spec: RlSpec) -> Iterator[Problem]:
         message = "a group of one has equal scores always, and algorithm.dynamic_sampling would throw all away"
         yield Problem("algorithm.group_size", message, "use 2 or more")
     elif spec.needs_reward_model and spec.colocated:
-        message = "refills are sampled after groups were scored: the reward model takes the sampler's device for that"
-        hint = 'set it to false, or give rollout devices of its own (and leave run.colocate = "always" out)'
+        message = "refills are sampled after groups were scored, when the sampler has made room for the reward model"
+        hint = 'set it to false, or give rollout other devices than actor (and leave run.colocate = "always" out)'
         yield Problem("algorithm.dynamic_sampling", message, hint)
 
 

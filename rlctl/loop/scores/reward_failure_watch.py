@@ -15,18 +15,18 @@ HALF = 0.5  # of a step's completions: then the reward itself is broken
 
 
 class RewardFailureWatch:
-    """Sees each step's scores before anything is learned from them. It warns twice at most: of the first failures, and
-    of the first step that lost more than half of its completions."""
+    """Sees the scores of steps, before anything is learned from them, or of evaluations. It warns twice at most: of the
+    first failures, and of the first time that more than half of the completions were lost."""
 
     def __init__(self, max_failed_share: float, warn: Callable[[str], None]) -> None:
         self._max_failed_share, self._warn = max_failed_share, warn
         self._said = 0.0  # share of a step's completions above which there is news
 
-    def see(self, scored: Scored, step: int) -> None:
+    def see(self, scored: Scored, where: str) -> None:
         """Raises GradingError where more completions were lost than `reward.max_failed_share` of them."""
         failed, completions = sum(scored.failures.values()), scored.completions
         causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in scored.failures.items() if count)
-        lost = f"step {step}: {failed} of {completions} completions could not be graded ({causes})"
+        lost = f"{where}: {failed} of {completions} completions could not be graded ({causes})"
         first = f": {scored.first_failure}" if scored.first_failure else ""
         if failed > self._max_failed_share * completions:
             raise GradingError(
@@ -37,6 +37,6 @@ class RewardFailureWatch:
             return
         self._said = HALF if failed <= HALF * completions else 1.0
         self._warn(
-            f"{lost}{first}. They get reward.fallback and an advantage of 0. reward_failures.jsonl in the run "
-            "directory says why; reward/failed_* counts on"
+            f"{lost}{first}. They get reward.fallback, and nothing is learned from them. reward_failures.jsonl in the "
+            "run directory says why; metrics.jsonl counts on"
         )

@@ -201,4 +201,4 @@ def test_what_grading_said_of_samples_drawn_ahead_outlives_a_checkpoint(tmp_path
     entry = json.loads(json.dumps(_write(tmp_path, Planned(7, 0, 2), Drawn(batch, scored))))
     back = _read(tmp_path, entry).drawn.scored
     assert {name: getattr(back, name) for name in said} == said
-    RewardFailureWatch(0.5, lambda text: None).see(back, 7)
+    RewardFailureWatch(0.5, lambda text: None).see(back, "step 7")

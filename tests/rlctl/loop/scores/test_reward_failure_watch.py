@@ -23,7 +23,7 @@ def said_of(*steps, max_failed_share=1.0):
     said = []
     watch = RewardFailureWatch(max_failed_share, said.append)
     for number, failures in enumerate(steps, start=1):
-        watch.see(scored(failures), number)
+        watch.see(scored(failures), f"step {number}")
     return [line.partition(":")[0] for line in said], said
 
 
