@@ -26,6 +26,7 @@ from specs.schema.environment import EnvironmentSection
 from specs.schema.recipes import RlSpec
 from specs.schema.roles import REWARD
 from specs.schema.spec import Spec
+from specs.schema.table import no_effect
 from workers.data.conversations import BadRow
 from workers.data.prompts import RowReader, as_json
 from workers.watchdog import kill_marked
@@ -88,7 +89,10 @@ def try_environments(
                 new = Problem(problem["key"], message, problem["hint"])
                 kind = errors if problem["refuses"] else warnings
                 kind += [new] if new not in kind else []
-            found.append(TriedEnvironment(name=", ".join(sections[reply["key"]].sources), **reply))
+            section = sections[reply["key"]]
+            found.append(TriedEnvironment(name=", ".join(section.sources), **reply))
+            if reply.get("mode") == "text" and "max_tool_calls" in section.model_fields_set:
+                errors.append(no_effect(f"{reply['key']}.max_tool_calls", "it replies to text, and no tool is called"))
     return with_values(spec, errors), with_values(spec, warnings), found
 
 

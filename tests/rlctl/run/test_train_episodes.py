@@ -108,9 +108,8 @@ def test_rows_name_their_environment(tmp_path: Path) -> None:
     rows[1]["where"] = "elsewhere"
     code, out = refused(write(tmp_path, rows), tmp_path / "refused", *options)
     assert code == 2, out
-    assert 'where = "elsewhere" is no environment of the spec' in out
-    assert "rows.jsonl" in out
-    assert "talk or other" in out
+    assert "column 'where' is 'elsewhere', and must be talk or other" in out
+    assert "rows.jsonl:2" in out
 
 
 def test_a_rollout_of_several_samples_counts_once(tmp_path: Path) -> None:
