@@ -182,7 +182,7 @@ class RowReader:
     def _check_columns(self, values: Mapping[str, Any]) -> None:
         check_columns(values, self.columns, self.data.answer_column if self.needs_answer else "")
         named = self.data.environment_column
-        if named and self.environments and values[named] not in self.environments:
+        if named and self.environments and str(values[named]) not in self.environments:
             raise BadRow(f"column {named!r} is {values[named]!r:.60}, and must be {' or '.join(self.environments)}")
         for column in self.in_template:
             if isinstance(values[column], dict | list):
