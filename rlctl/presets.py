@@ -105,7 +105,7 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     text = template.render(
         apart=apart,
         trainers=trainers,
-        nodes=f"{least}-{actor.nodes}" if (least := getattr(actor, "min_nodes", None)) else actor.nodes,
+        nodes=f"{run.min_nodes}-{actor.nodes}" if run.min_nodes else actor.nodes,
         far_nodes=rollout.nodes if rollout else 0,
         each=actor.processes // actor.nodes,
         replicas=replicas,

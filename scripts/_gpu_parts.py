@@ -316,9 +316,10 @@ def spec_text(size: Size, folder: Path, transport: str, rollout: str) -> str:
     from _bench import spec_text
 
     role = f'dtype = "{size.dtype}"' + ("\ndevices = [0]" if size.device == "cuda" else "")
-    vllm = "gpu_memory_utilization = 0.5" if size.device == "cuda" else "kv_cache_GiB = 0.1"
-    sampler = f'engine = {{ kind = "vllm", {vllm} }}\npython = {json.dumps(vllm_python())}'
-    sampler = sampler if rollout == "vllm" else 'engine = { kind = "torch" }'
+    sampler = 'engine = { kind = "torch" }'
+    if rollout == "vllm":
+        room = "gpu_memory_utilization = 0.5" if size.device == "cuda" else "kv_cache_GiB = 0.1"
+        sampler = f'engine = {{ kind = "vllm", {room} }}\npython = {json.dumps(vllm_python())}'
     actor = f"""micro_batch_tokens = {size.micro_batch_tokens}
 optimizer = {{ lr = 1e-6 }}
 engine = {{ kind = "ddp", logits_chunk_tokens = 1024 }}
@@ -338,11 +339,18 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
     write_task(folder.parent, [f"question {number}" for number in range(256)])
 
 
+def import_error(python: str, modules: str) -> str | None:
+    """Return the last line of what importing these modules fails with, if it does."""
+    command = [python, "-c", f"import {modules}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+
+
 def cannot_run() -> str | None:
     """Say why `rlctl train` cannot start, by importing in this interpreter what it imports."""
-    imports = "import rlctl.cli, rlctl.run.train, workers.main, workers.roles.trainer, workers.roles.data"
-    done = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+    return import_error(
+        sys.executable, "rlctl.cli, rlctl.run.train, workers.main, workers.roles.trainer, workers.roles.data"
+    )
 
 
 def vllm_python() -> str:
@@ -352,8 +360,8 @@ def vllm_python() -> str:
 
 
 def no_vllm() -> str | None:
-    done = subprocess.run([vllm_python(), "-c", "import vllm"], capture_output=True, text=True, check=False)
-    return f"{done.stderr.strip().splitlines()[-1]} in {vllm_python()}" if done.returncode else cannot_run()
+    error = import_error(vllm_python(), "vllm")
+    return f"{error} in {vllm_python()}" if error else cannot_run()
 
 
 # ── sampling alone ────────────────────────────────────────────────────────────────────────────────

@@ -30,7 +30,9 @@ def _gpu() -> str:
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    from backends.weights.device_memory import this_gpu  # here: it imports torch
+
+    return this_gpu()
 
 
 def as_built(role: str, rank: Rank, *, engine: str, device: str, model: ModelBuilt | None) -> AsBuilt:

@@ -27,7 +27,7 @@ class SharedWindows:
 
     def handles(self) -> dict[str, Any]:
         """Return what `MappedWindows` needs, as JSON. Each call shares the memory once: to one reader."""
-        return {"gpu": _gpu(), "windows": [_to_json(window_U) for window_U in self.windows]}
+        return {"gpu": this_gpu(), "windows": [_to_json(window_U) for window_U in self.windows]}
 
     def window(self, bucket: int) -> Tensor:
         return self.windows[bucket % len(self.windows)]
@@ -45,8 +45,8 @@ class MappedWindows:
     """The reader's end."""
 
     def __init__(self, handles: Mapping[str, Any]) -> None:
-        if handles["gpu"] != _gpu():
-            message = f"the actor's GPU is {handles['gpu']}, the rollout's {_gpu()}: CUDA IPC joins two roles on one"
+        if handles["gpu"] != (own := this_gpu()):
+            message = f"the actor's GPU is {handles['gpu']}, the rollout's {own}: CUDA IPC joins two roles on one"
             raise SyncError(message, hint='set sync.transport = "shm"')
         self.windows = [_from_json(handle) for handle in handles["windows"]]
 
@@ -59,7 +59,7 @@ class MappedWindows:
         torch.cuda.ipc_collect()
 
 
-def _gpu() -> str:
+def this_gpu() -> str:
     """Which GPU this is, whatever number it has among those that the process sees."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 

@@ -18,7 +18,6 @@ from typing import Any
 from rlctl.check.own_functions import offline_environment, readable_rows
 from rlctl.models.paths import model_folder
 from rlctl.preflight.interpreters import own_path
-from rlctl.preflight.reward_files import environment_keys
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import Problem
 from specs.rules.all_rules import with_values
@@ -70,7 +69,7 @@ def try_environments(
     found: list[TriedEnvironment] = []
     if not isinstance(spec, RlSpec) or not spec.environments or "reward.python" in known:
         return errors, warnings, found
-    sections = environment_keys(spec)
+    sections = spec.environments_by_key
     rows = {} if "data.environment_column" in known else _rows(spec, spec_dir, sections)
     wanted = {
         key for key, one in sections.items() if _named_once(one) and not any(k.startswith(f"{key}.") for k in known)

@@ -12,7 +12,6 @@ from rlctl.models.paths import resolve_model
 from rlctl.models.run_export import RunExport
 from rlctl.models.tokenizer_files import reference_of
 from rlctl.preflight.interpreters import SHOWN, Interpreter, look_at
-from rlctl.preflight.reward_files import environment_keys
 from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
 from specs.rules.transport_rules import choose_transport
@@ -101,7 +100,7 @@ def _environments(spec: Spec, findings: Findings) -> list[dict[str, Any]]:
     """Return each environment of the spec, and under `tried` what was found of it, null where it was not tried."""
     sampling = sampling_of(spec)
     tried = {one.key: asdict(one) for one in findings.environments}
-    sections = environment_keys(sampling) if sampling is not None else {}
+    sections = sampling.environments_by_key if sampling is not None else {}
     return [section.model_dump(mode="json") | {"tried": tried.get(key)} for key, section in sections.items()]
 
 

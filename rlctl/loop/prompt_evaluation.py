@@ -21,7 +21,7 @@ class PromptEvaluation:
 
     def __init__(self, sampler: Sampler, phase: EnterPhase, warn: Callable[[str], None]) -> None:
         self.sampler, self.phase, self.spec = sampler, phase, sampler.spec
-        self.failures = RewardFailureWatch(1.0, warn)  # it ends no run
+        self._failures = RewardFailureWatch(1.0, warn)  # it ends no run
         self._prompts: dict[str, PromptBatch] = {}  # by evaluation
 
     def run(self, step: int, arrived: Arrived | None = None) -> StepRecord:
@@ -41,7 +41,7 @@ class PromptEvaluation:
         on_arrival = partial(arrived or (lambda evaluation, arrived, total: None), one)
         prompts, sampling = self._prompts[one.name], sampler.measured(one)
         drawn = sampler.start(prompts, sampling, step, "eval", on_arrival=on_arrival).finish()
-        self.failures.see(drawn.scored, f"evaluation {one.name}")
+        self._failures.see(drawn.scored, f"evaluation {one.name}")
         found = eval_metrics.evaluated(drawn, passes)
         record.metrics.update({f"eval/{one.name}/{name}": value for name, value in found.items()})
         solved: dict[int, dict[str, bool]] = {}

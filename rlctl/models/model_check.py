@@ -143,9 +143,9 @@ class ModelCheck:
     def _check_weights(self, folder: Path, names: frozenset[str]) -> None:
         if self.path.startswith("builtin:"):
             actor = self.key == "model.path"
-            hint = "name a model that has been trained"
-            hint = "leave it out for the actor's starting weights" if self.key == "ref.model" else hint
-            hint = "set model.from_scratch = true" if actor else hint
+            hint = "set model.from_scratch = true" if actor else "name a model that has been trained"
+            if self.key == "ref.model":
+                hint = "leave it out for the actor's starting weights"
             self._wrong("a built-in model has no weights", hint, "model.from_scratch" if actor else "")
         elif wrong := no_weights(names):
             self._wrong(*wrong)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rlctl.models.paths import not_found
 from specs.errors import Problem
-from specs.schema.environment import EnvironmentSection
-from specs.schema.recipes import SamplingSpec, sampling_of
+from specs.schema.recipes import sampling_of
 from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
@@ -23,18 +22,12 @@ def scorer_code(spec: Spec) -> dict[str, str]:
     agents."""
     terms, sampling = enumerate(spec.reward_terms), sampling_of(spec)
     found = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
-    for key, section in environment_keys(sampling).items() if sampling is not None else ():
+    for key, section in sampling.environments_by_key.items() if sampling is not None else ():
         tools = {f"{key}.tools.{index}": tool for index, tool in enumerate(section.tools)}
         named = {f"{key}.path": section.path, **tools, f"{key}.agent": section.loop}
         named |= {f"{key}.agent.reward": section.command.reward} if section.command else {}
         found |= {name: source for name, source in named.items() if source in section.files}
     return found
-
-
-def environment_keys(spec: SamplingSpec) -> dict[str, EnvironmentSection]:
-    """Return environments by the keys of their sections."""
-    several = isinstance(getattr(spec, "environment", None), tuple)
-    return {f"environment.{n}" if several else "environment": one for n, one in enumerate(spec.environments)}
 
 
 def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:

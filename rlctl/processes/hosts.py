@@ -51,12 +51,11 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path, say: Callable[[str
 def on_fewer_nodes(spec: Spec) -> list[str]:
     """Return settings by which a spec begins with the nodes that its cluster has, if these are fewer than it needs and
     no fewer than `actor.min_nodes`; none, where it begins as it is or not at all."""
-    lead, least = spec.lead_section, getattr(spec.lead_section, "min_nodes", None)
+    lead, least = spec.lead_section, spec.min_nodes
     if least is None or spec.cluster is None or spec.cluster.kind == "local":
         return []
     needs = host_needs(spec)
-    there = _cluster(spec).count(max(need.gpus for need in needs))
-    fewer = sum(need.required for need in needs) - there
+    fewer = sum(need.required for need in needs) - _cluster(spec).count(max(need.gpus for need in needs))
     if fewer <= 0 or lead.nodes - fewer < least:
         return []
     found, nodes = [], lead.nodes - fewer

@@ -155,7 +155,7 @@ class RayCluster:
     def count(self, gpus: int) -> int:
         self._ray = _connect(self._given, lambda text: None)
         try:
-            return 1 + len(_with_gpus(self._others(), gpus))
+            return 1 + len(_with_gpus(self._alive()[1], gpus))
         finally:
             self.close()
 
@@ -205,13 +205,13 @@ class RayCluster:
             hint = "add nodes (ray start --address=HEAD), or ask for fewer with nodes and devices"
             raise SpecError([Problem("cluster.address", f"the Ray cluster {lacks}", hint, f'"{self._given}"')])
 
-    def _others(self, *, own: bool = False) -> list[Mapping[str, float]]:
-        """Return the resources of the nodes that are alive; of all but this one, or of this one alone."""
-        here = self._ray.get_runtime_context().get_node_id()
-        return [node["Resources"] for node in self._ray.nodes() if node["Alive"] and (node["NodeID"] == here) == own]
+    def _alive(self) -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
+        """Return the resources of this node, and those of each other that is alive."""
+        nodes = {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
+        return nodes.pop(self._ray.get_runtime_context().get_node_id(), {}), [*nodes.values()]
 
     def _lacks(self, required: Sequence[int]) -> str:
-        others, own = self._others(), next(iter(self._others(own=True)), {})
+        own, others = self._alive()
         if not _holds_gpus() and own.get("GPU", 0) < self._needs[0].gpus:
             return f"has {own.get('GPU', 0):g} GPUs on this node, where the run needs {self._needs[0].gpus}"
         for gpus in sorted({self._needs[number].gpus for number in required if number}, reverse=True):

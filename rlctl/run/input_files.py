@@ -15,7 +15,7 @@ from pathlib import Path
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
 from rlctl.models.tokenizer_files import TOKENIZER_FILES
-from rlctl.preflight.reward_files import environment_keys, scorer_code
+from rlctl.preflight.reward_files import scorer_code
 from specs.errors import UsageError
 from specs.schema.environment import AgentCommand
 from specs.schema.recipes import sampling_of
@@ -63,7 +63,7 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
     for key, path in {**scorer_code(spec), **spec.own_functions}.items():
         file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
         yield key, spec_dir, [source for source in reward_sources(file) if source.is_file()]
-    for key, environment in environment_keys(sampling).items() if (sampling := sampling_of(spec)) else ():
+    for key, environment in sampling.environments_by_key.items() if (sampling := sampling_of(spec)) else ():
         if environment.command:
             yield f"{key}.agent", spec_dir, _files_of_program(environment.command, spec_dir)
     model = resolve_model(spec.model.path, spec_dir)

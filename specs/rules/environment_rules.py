@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from specs.errors import Problem
 from specs.schema.algorithms.algorithm import FunctionAdvantage
 from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo
-from specs.schema.environment import AgentCommand, EnvironmentSection
+from specs.schema.environment import EnvironmentSection
 from specs.schema.recipes import RlSpec
 from specs.schema.table import no_effect
 from specs.text import show
@@ -17,11 +17,9 @@ _BY_TOKEN = (Gae, GreedyBaseline, ReturnToGo)  # advantages that credit a token 
 
 def environment_problems(spec: RlSpec) -> Iterator[Problem]:
     """Yield environments that cannot be made or reached, and keys that do nothing."""
-    several = isinstance(spec.environment, tuple)
     column, data = spec.data.environment_column, spec.data
-    for number, section in enumerate(spec.environments):
-        key = f"environment.{number}" if several else "environment"
-        yield from _made_of(key, section, only_term=len(spec.reward_terms) == 1 and spec.environment_term == 0)
+    for number, (key, section) in enumerate(spec.environments_by_key.items()):
+        yield from _made_of(key, section, spec)
         yield from _limits(key, section, spec)
         yield from _credit(key, section, spec)
         if section.name in [one.name for one in spec.environments[:number]]:
@@ -47,7 +45,7 @@ def environment_problems(spec: RlSpec) -> Iterator[Problem]:
             yield Problem(f"reward.terms.{spec.environment_term}", "the spec has no environment", hint)
 
 
-def _made_of(key: str, section: EnvironmentSection, *, only_term: bool) -> Iterator[Problem]:
+def _made_of(key: str, section: EnvironmentSection, spec: RlSpec) -> Iterator[Problem]:
     given = [name for name in ("path", "tools", "agent") if getattr(section, name)]
     if len(given) != 1:
         wrong = f"has {' and '.join(given)}" if given else "says nothing of what it is"
@@ -60,7 +58,8 @@ def _made_of(key: str, section: EnvironmentSection, *, only_term: bool) -> Itera
             yield Problem(f"{key}.tools.{number}", "neither a function nor an MCP server", hint)
     if section.agent and section.on_parse_error == "end":
         yield no_effect(f"{key}.on_parse_error", "an agent reads what the model wrote itself")
-    if isinstance(section.agent, AgentCommand) and not section.agent.reward and only_term:
+    nothing_else = len(spec.reward_terms) == 1 and spec.environment_term == 0
+    if section.command and not section.command.reward and nothing_else:
         hint = 'name a function: agent.reward = "file.py:name", or add [reward] with terms of its own'
         yield Problem(f"{key}.agent.reward", "missing, and nothing else grades what the program does", hint)
     if not section.agent and "learn_from" in section.model_fields_set:

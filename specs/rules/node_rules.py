@@ -19,8 +19,7 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
         if least is not None and least > section.processes:
             hint = f"use at most {section.processes}, or raise {role}.processes"
             yield Problem(f"{role}.min_processes", f"{role} has {section.processes} processes to begin with", hint)
-    least = getattr(spec.lead_section, "min_nodes", None)
-    if least is not None and least > spec.lead_section.nodes:
+    if spec.min_nodes is not None and spec.min_nodes > spec.lead_section.nodes:
         hint = f"use at most {spec.lead_section.nodes}, or raise {spec.lead}.nodes"
         yield Problem(f"{spec.lead}.min_nodes", f"{spec.lead} has {spec.lead_section.nodes} nodes to begin with", hint)
     yield from _cluster(spec)
@@ -37,7 +36,7 @@ def _cluster(spec: Spec) -> Iterator[Problem]:
     cluster, sections = spec.cluster, spec.sections()
     if cluster is None:
         return
-    far = any(section.leaves_host for _, section in sections) or getattr(spec.lead_section, "min_nodes", None)
+    far = any(section.leaves_host for _, section in sections) or spec.min_nodes is not None
     for key in sorted(cluster.model_fields_set):
         if not far or (key == "address" and cluster.kind != "ray"):
             why = f'cluster.kind is "{cluster.kind}"' if far else "every role has nodes = 1"

@@ -27,9 +27,8 @@ def _deadlines(spec: Spec) -> Iterator[Problem]:
     """`run.stall_timeout_s` comes after the silence of a rank and the time of one grade or call, and before a verb's
     deadline. A default that is out of that order does no harm."""
     run, key, sampling = spec.run, "run.stall_timeout_s", sampling_of(spec)
-    calls = (
-        [] if sampling is None else [("environment.call_timeout_s", e.call_timeout_s) for e in sampling.environments]
-    )
+    environments = sampling.environments_by_key if sampling is not None else {}
+    calls = [(f"{name}.call_timeout_s", section.call_timeout_s) for name, section in environments.items()]
     if sampling is not None and any(term.graded_by == "processes" for term in sampling.reward_terms):
         calls.append(("reward.timeout_s", sampling.grading.timeout_s))
     slowest, seconds = max(calls, key=lambda call: call[1], default=("", 0.0))

@@ -89,6 +89,12 @@ class SamplingSpec(Spec):
         return ()
 
     @property
+    def environments_by_key(self) -> dict[str, EnvironmentSection]:
+        """Environments by the keys of their sections."""
+        several = isinstance(getattr(self, "environment", None), tuple)
+        return {f"environment.{n}" if several else "environment": one for n, one in enumerate(self.environments)}
+
+    @property
     def environment_term(self) -> int | None:
         """Number of the reward's term that is what environments give."""
         terms = enumerate(self.reward_terms)

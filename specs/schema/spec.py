@@ -322,6 +322,11 @@ class Spec(Table):
         return section
 
     @property
+    def min_nodes(self) -> int | None:
+        """Fewest nodes that the lead begins with; None: all of its own."""
+        return getattr(self.lead_section, "min_nodes", None)
+
+    @property
     def lead_engine(self) -> TrainTable:
         engine = engine_of(self.lead_section)
         assert isinstance(engine, TrainTable)

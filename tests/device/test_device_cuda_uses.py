@@ -21,11 +21,7 @@ USES: tuple[tuple[str, str, str], ...] = (
         LITERAL,
         "the word that says where a role computes; the driver asks no GPU",
     ),
-    (
-        "workers/rank_report.py",
-        "current_device get_device_properties is_initialized",
-        "each rank says which GPU it has",
-    ),
+    ("workers/rank_report.py", "is_initialized", "each rank says which GPU it has, if one"),
     ("backends/train/role_group.py", f"{LITERAL} device_count set_device", "each rank takes its GPU before all else"),
     ("backends/zero/deepspeed_start.py", f"{LITERAL} device_count", "DeepSpeed takes the rank's GPU by LOCAL_RANK"),
     (

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from simulated_device.child import IS_CHILD
 
 
 def has_gpu(root: Path = Path("/")) -> bool:
     """Whether an NVIDIA driver shows itself: some containers have its device and not its files in /proc. Or a simulated
     device is in every process (simulated_device/child.py)."""
     places = ("proc/driver/nvidia/version", "dev/nvidiactl")
-    return "SIMULATED_DEVICE" in os.environ or any((root / place).exists() for place in places)
+    return IS_CHILD in os.environ or any((root / place).exists() for place in places)
 
 
 def on_cpu_and_gpu(*, gpus: int = 1) -> list[object]:

@@ -164,14 +164,14 @@ def summary(tables: Sequence[ExampleTable]) -> str:
     return f"{tokens:,} tokens, {learned:,} learned ({learns_from}, with {share}), longest {longest:,}"
 
 
-def refuse_nothing(table: ExampleTable, config: RowsConfig) -> None:
-    """Raises DataError where no row is left."""
+def refuse_nothing(table: ExampleTable, config: RowsConfig, rows: str = "row") -> None:
+    """Raises DataError where no row is left; `rows` says of which."""
     if not len(table):
         limit = f"data.max_tokens = {config.rows.max_tokens}"
         why = [f"{table.dropped_overlong} are longer than {limit}"] if table.dropped_overlong else []
         why += [f"{table.dropped_bad} are bad, the first: {table.first_bad}"] if table.dropped_bad else []
         hint = "check the file, its columns and data.max_tokens"
-        raise DataError(f"{table.source}: no row is left ({'; '.join(why) or 'it has no rows'})", hint=hint)
+        raise DataError(f"{table.source}: no {rows} is left ({'; '.join(why) or 'it has no rows'})", hint=hint)
 
 
 def refuse_one_label(tables: Sequence[ExampleTable], config: RowsConfig) -> None:

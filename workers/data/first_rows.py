@@ -50,7 +50,7 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
             table = build_examples(first_of(rows, _ROWS), reader)
             chat = chat or (key != _EVAL and table.rendered)
             if next(rows, None) is not None:  # others may be better
-                yield from _none_left(key, table)
+                yield from _none_left(key, table, reader)
                 continue
             refuse_nothing(table, reader.config)
             trained += [] if key == _EVAL else [table]
@@ -64,13 +64,12 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
     yield from _prompt_findings(config, readers, chat)
 
 
-def _none_left(key: str, table: ExampleTable) -> Iterator[Finding]:
+def _none_left(key: str, table: ExampleTable, reader: ExampleReader) -> Iterator[Finding]:
     """Warn of rows of which the first are all dropped."""
-    if not len(table):
-        why = f"{table.dropped_overlong} are longer than data.max_tokens, {table.dropped_bad} are bad"
-        message = f"of the first {_ROWS} rows of {table.source} none is left: {why}"
-        hint = f"raise it, or repair the rows{f', the first: {table.first_bad}' if table.dropped_bad else ''}"
-        yield Finding(key=key, message=message, hint=hint, value=show(table.source), refuses=False)
+    try:
+        refuse_nothing(table, reader.config, f"row of the first {_ROWS}")
+    except DataError as error:
+        yield Finding(key=key, message=error.message, hint=error.hint, value=show(table.source), refuses=False)
 
 
 def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], chat: bool) -> Iterator[Finding]:

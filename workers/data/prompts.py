@@ -160,9 +160,10 @@ class RowReader:
         chat: bool,
     ) -> None:
         self.data, self.chat, self.needs_answer, self.environments = data, chat, needs_answer, environments
+        self.environment_column = data.environment_column if environments else ""
         columns = template_columns(data.template) if data.template else (data.prompt_column,)
         answer = (data.answer_column,) if needs_answer else ()
-        named = (data.environment_column,) if environments and data.environment_column else ()
+        named = (self.environment_column,) if self.environment_column else ()
         self.columns = tuple(dict.fromkeys((*columns, *answer, *needs_columns, *named)))
         self.in_template = template_columns(data.template)
 
@@ -181,8 +182,8 @@ class RowReader:
 
     def _check_columns(self, values: Mapping[str, Any]) -> None:
         check_columns(values, self.columns, self.data.answer_column if self.needs_answer else "")
-        named = self.data.environment_column
-        if named and self.environments and str(values[named]) not in self.environments:
+        named = self.environment_column
+        if named and str(values[named]) not in self.environments:
             raise BadRow(f"column {named!r} is {values[named]!r:.60}, and must be {' or '.join(self.environments)}")
         for column in self.in_template:
             if isinstance(values[column], dict | list):

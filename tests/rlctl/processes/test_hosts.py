@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -137,6 +138,8 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut
         wait_for(lambda: steps_done(run) >= 3 or process.poll() is not None, 150, "the third step")
         (there,) = [host for host in hosts.names[1:] if left_in(host)]
         output = cut(there, 100)
+        assert process.returncode == 1, output
+        built = json.loads((run / "as_built.json").read_text())
         (other,) = {*hosts.names[1:]} - {there}
         hosts.leave(other)
         try:
@@ -146,6 +149,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut
                 resumed = process.communicate(timeout=150)[0]
         finally:
             hosts.join(other)
+    assert [[rank["rank"] for rank in built[role]] for role in ("actor", "rollout")] == [[0, 1], [0, 1]]
     assert process.returncode == 0, resumed
     assert "the cluster has fewer nodes than actor.nodes: " in resumed
     assert "resumed with another actor.nodes: 2 → 1" in resumed
