@@ -16,6 +16,7 @@ import pytest
 
 _PORT = 6399
 _RAY_PROCESSES = ("gcs_server", "raylet", "ray::", "log_monitor", "runtime_env", "dashboard", "monitor.py")
+_SLURM_PROCESSES = ("slurmctld", "slurmd", "slurmscriptd", "munged")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Hosts:
 
     @property
     def idle(self) -> bool:
-        """No process but Ray's own is left on any of them."""
+        """No process but the cluster's own is left on any of them."""
         return not any(left_in(name) for name in self.names)
 
     def join(self, host: str, gpus: int = 0) -> None:
@@ -56,7 +57,7 @@ class Hosts:
 
     def leave(self, host: str) -> None:
         """Kill a host's part of the cluster."""
-        for pid in _pids(host):
+        for pid in pids_in(host):
             if any(name in _command_line(pid) for name in _RAY_PROCESSES):
                 subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
 
@@ -66,11 +67,12 @@ class Hosts:
 
 
 def left_in(host: str) -> list[str]:
-    """Processes in a namespace that are not Ray's own."""
-    return [pid for pid in _pids(host) if not any(name in _command_line(pid) for name in _RAY_PROCESSES)]
+    """Return the processes in a namespace that are not the cluster's own."""
+    own = (*_RAY_PROCESSES, *_SLURM_PROCESSES)
+    return [pid for pid in pids_in(host) if not any(name in _command_line(pid) for name in own)]
 
 
-def _pids(host: str) -> list[str]:
+def pids_in(host: str) -> list[str]:
     done = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -107,7 +109,7 @@ def ray_hosts() -> Iterator[Hosts]:
             yield hosts
         finally:
             for name in hosts.names:
-                for pid in _pids(name):
+                for pid in pids_in(name):
                     subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
 
 
