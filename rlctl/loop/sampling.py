@@ -243,16 +243,16 @@ class Generation:
         """Wait for samples, in the order of their ids, and their scores."""
         self.wait()
         prompts, greedy_B = self.prompts.batch, None
-        if "greedy_B" in prompts:
-            greedy_B = prompts["greedy_B"][np.argsort(prompts["id_B"], kind="stable")].astype(bool)
         batches = [part.batch for part in self._parts]
-        ids = np.concatenate([batch["id_B"] for batch in batches])
-        assert len(np.unique(ids)) == len(ids), "a sample came back twice"
+        batch = in_id_order(Batch.concat(batches))
+        assert len(np.unique(batch["id_B"])) == len(batch), "a sample came back twice"
+        if "greedy_B" in prompts:
+            greedy_B = np.isin(batch["rollout_B"], prompts["rollout_B"][prompts["greedy_B"] != 0])
         with self._sampler.clock.grading():
             self._wait_for_scores()
             found = [TermScores.concat(parts) for parts in self._scores.values()]
             scored = Scored.gather(batches, found, self._sampler.spec.grading, greedy_B)
-        drawn = Drawn(in_id_order(Batch.concat(batches)), scored)
+        drawn = Drawn(batch, scored)
         return drawn if greedy_B is None else drawn.with_baseline(greedy_B)
 
     def _wait_for_scores(self) -> None:
@@ -385,11 +385,11 @@ class Scored:
         return Scored(
             reward_B,
             scored_B,
-            add_up([*(part.failures for part in found), {"bad_values": len(unusable)}]),
+            add_up([*(part.failures for part in found), {"bad_values": len(np.unique(rollout_B[unusable]))}]),
             {f"term_{n}": _mean(column[chosen]) for n, column in term_B.items()},
             [whole(sample) for part in found for sample in part.samples],
             add_up([part.counts for part in found]),
-            completions=len(id_B),
+            completions=len(np.unique(rollout_B)),
             first_failure=first_failure,
             zero_terms=tuple(number for number, column in term_B.items() if not column[counted_B].any()),
             term_B={f"term_{number}_B": column for number, column in term_B.items()},
@@ -414,16 +414,17 @@ class Drawn:
     scored: Scored
 
     def with_baseline(self, greedy_B: NDArray[np.bool_]) -> Drawn:
-        """Without the greedy completions, one in each group, whose scores become the column `baseline_B`. Where that
-        could not be graded, its group counts as not graded."""
+        """Without the greedy rollouts, one in each group, whose scores become the column `baseline_B`. Where that could
+        not be graded, its group counts as not graded."""
         batch, scored = self.batch, self.scored
         greedy, kept = np.flatnonzero(greedy_B), np.flatnonzero(~greedy_B)
         groups, of_B = np.unique(batch["group_B"], return_inverse=True)
-        assert len(greedy) == len(groups), "a greedy completion in each group"
+        rollouts = len(np.unique(batch["rollout_B"][greedy]))
+        assert rollouts == len(groups), "a greedy rollout in each group"
         baseline_G, valid_G = np.zeros(len(groups), np.float32), np.zeros(len(groups), dtype=bool)
         baseline_G[of_B[greedy]], valid_G[of_B[greedy]] = scored.reward_B[greedy], scored.scored_B[greedy]
         tokens = int(batch.sum_by_sequence("loss_mask_T")[greedy].sum())
-        summary = Greedy(len(greedy), tokens, _mean(baseline_G[valid_G]))
+        summary = Greedy(rollouts, tokens, _mean(baseline_G[valid_G]))
         left = replace(scored.select(kept), scored_B=(scored.scored_B & valid_G[of_B])[kept], greedy=summary)
         return Drawn(batch.select(kept).with_columns(baseline_B=baseline_G[of_B][kept]), left)
 

@@ -101,9 +101,11 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.GENERATE: Columns(
         needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B", "version_T")
     ),  # and `greedy_B`, `limit_B`
-    Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("scored_B",)),
-    Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("tokens_T", "id_B")),
-    Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("scored_B",)),
+    Verb.SCORE: Columns(
+        needs=("tokens_T", "loss_mask_T", "rollout_B", "id_B", "row_B", "finished_B"), gives=("scored_B",)
+    ),
+    Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "rollout_B", "id_B", "row_B"), gives=("tokens_T", "id_B")),
+    Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "rollout_B", "id_B", "row_B"), gives=("scored_B",)),
     # Parts bring prompts without `prefix_B` and with `limit_B`, or samples (`workers/episodes/trajectory.py`).
     Verb.EPISODES: Columns(needs=("tokens_T", *IDENTITY_COLUMNS)),
     Verb.TURNS: Columns(needs=("tokens_T", "loss_mask_T", "rollout_logprob_T", "version_T", "id_B", "finished_B")),

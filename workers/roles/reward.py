@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -92,7 +93,7 @@ class Reward:
         body brings the rows of these samples by number (`workers/roles/data.py`)."""
         assert self._config is not None, "build comes first"
         batch = call.batch
-        requests = self._requests(batch, call.body.rows, Verb.SCORE, call.body.episodes)
+        requests, request_B = self._requests(batch, call.body.rows, Verb.SCORE, call.body.episodes)
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
         grades = self._pool.grade(requests) if self._pool is not None else [Grade()] * len(requests)
@@ -101,18 +102,19 @@ class Reward:
             for place, number in enumerate(self._own)
         }
         body = self._failures_of(call.body.what, requests, grades, CAUSES)
-        return {**body, "samples": self._examples(batch, requests, call.body.samples)}, _columns(grades, rows)
+        samples = self._examples(batch, [requests[number] for number in request_B], call.body.samples)
+        return {**body, "samples": samples}, _columns(grades, rows, request_B)
 
     def render(self, call: Request[bodies.Render], emit: Emit) -> Reply:
         """Return samples in the tokens of the reward model: those that it can read, by their ids."""
         assert self._score_texts is not None, "the run has no reward model"
-        requests = self._requests(call.batch, call.body.rows, Verb.RENDER)
+        requests, request_B = self._requests(call.batch, call.body.rows, Verb.RENDER)
         found = self._score_texts.tokens(requests)
         grades = [one if isinstance(one, Grade) else Grade() for one in found]
         fitting = [
-            (request.sample, np.array(tokens, dtype=np.int32))
-            for request, tokens in zip(requests, found, strict=True)
-            if not isinstance(tokens, Grade)
+            (sample, np.array(tokens, dtype=np.int32))
+            for sample, number in zip(call.batch["id_B"].tolist(), request_B, strict=True)
+            if not isinstance(tokens := found[number], Grade)
         ]
         columns: dict[str, Column] = {
             "tokens_T": np.concatenate([np.zeros(0, dtype=np.int32), *(tokens for _, tokens in fitting)]),
@@ -124,10 +126,12 @@ class Reward:
     def judge(self, call: Request[bodies.SendToJudges], emit: Emit) -> Future[Reply]:
         """Send samples to the judges; reply when all have said what they say."""
         assert self._judges is not None, "no term is a judge's"
-        requests = self._requests(call.batch, call.body.rows, Verb.JUDGE)
-        return self._waiting.submit(self._judged, call.body.what, requests, self._judges.start(requests))
+        requests, request_B = self._requests(call.batch, call.body.rows, Verb.JUDGE)
+        return self._waiting.submit(self._judged, call.body.what, requests, request_B, self._judges.start(requests))
 
-    def _judged(self, what: bodies.What, requests: Sequence[GradeRequest], begun: JudgedSamples) -> Reply:
+    def _judged(
+        self, what: bodies.What, requests: Sequence[GradeRequest], request_B: Sequence[int], begun: JudgedSamples
+    ) -> Reply:
         assert self._judges is not None, "no term is a judge's"
         judged = self._judges.collect(begun)
         grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*judged.values(), strict=True)]
@@ -135,7 +139,7 @@ class Reward:
         rows = {number: [(one.values or (0.0,))[0] for one in row] for number, row in judged.items()}
         pairs = zip(requests, grades, strict=True)
         failed = {str(one.sample): [grade.cause, _said(one, grade)] for one, grade in pairs if grade.cause}
-        return {**body, "failed": failed, "counts": self._judges.take_counts()}, _columns(grades, rows)
+        return {**body, "failed": failed, "counts": self._judges.take_counts()}, _columns(grades, rows, request_B)
 
     def episodes(self, call: Request[bodies.Episodes], emit: Emit) -> Future[Reply]:
         """Run episodes; their parts ask for turns, and bring their samples."""
@@ -167,23 +171,32 @@ class Reward:
         rows: Mapping[str, bodies.Row],
         verb: Verb,
         episodes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    ) -> list[GradeRequest]:
-        """Return one request per sample, with the text that the policy wrote. `episodes`: by sample."""
+    ) -> tuple[list[GradeRequest], list[int]]:
+        """Return one request per rollout, with the text that the policy wrote in all of its samples, and the request of
+        each sample. `episodes`: by sample."""
         assert self._codec is not None
         batch.require(COLUMNS[verb].needs, verb)
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
-        requests, samples = [], zip(batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True)
-        for number, completion, tokens, sample in samples:
-            row = rows[str(number)]
-            what = number, row.prompt, row.values, completion, tokens, sample, row.where, row.messages
-            requests.append(GradeRequest(*what, episodes.get(str(sample))))
-        return requests
+        samples = zip(batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True)
+        request_of: dict[int, int] = {}
+        request_B = [request_of.setdefault(rollout, len(request_of)) for rollout in batch["rollout_B"].tolist()]
+        requests: list[GradeRequest] = []
+        for place, (number, text, tokens, sample) in zip(request_B, samples, strict=True):
+            if place < len(requests):
+                first = requests[place]
+                written, most = [one for one in (first.completion, text) if one], max(first.completion_tokens, tokens)
+                requests[place] = replace(first, completion="\n".join(written), completion_tokens=most)
+            else:
+                row = rows[str(number)]
+                what = number, row.prompt, row.values, text, tokens, sample, row.where, row.messages
+                requests.append(GradeRequest(*what, episodes.get(str(sample))))
+        return requests, request_B
 
     def _failures_of(
         self, what: bodies.What, requests: Sequence[GradeRequest], grades: Sequence[Grade], causes: Sequence[str]
     ) -> dict[str, Any]:
-        """Write down the samples without a score; return their number by cause, and why the first of them has none, its
-        row and its id."""
+        """Write down the rollouts without a score; return their number by cause, and why the first of them has none,
+        its row and the id of its first sample."""
         assert self._log is not None
         failed = [(request, grade) for request, grade in zip(requests, grades, strict=True) if grade.cause]
         self._log.append(
@@ -206,7 +219,7 @@ class Reward:
         }
 
     def _examples(self, batch: Batch, requests: Sequence[GradeRequest], count: int) -> list[dict[str, Any]]:
-        """Return `count` samples spread over the batch, as readable text."""
+        """Return `count` samples spread over the batch, as readable text. `requests`: that of each sample."""
         if not count:
             return []
         assert self._config is not None
@@ -218,7 +231,7 @@ class Reward:
         prompts = prompt_texts(shown, self._codec)
         return [
             {
-                "id": requests[index].sample,
+                "id": int(batch["id_B"][index]),
                 "prompt": prompt,
                 "completion": requests[index].completion,
                 "completion_raw": text,
@@ -269,10 +282,15 @@ def _said(request: GradeRequest, grade: Grade) -> str:
     return f"{text or grade.cause} ({request.where}, sample {request.sample})"
 
 
-def _columns(grades: Sequence[Grade], rows: Mapping[int, Sequence[float]]) -> dict[str, Column]:
-    """Return which samples have a score, and the values of terms by number."""
-    scored = np.array([not grade.cause for grade in grades], dtype=np.uint8)
-    return {"scored_B": scored, **{f"term_{number}_B": np.array(row, float) for number, row in rows.items()}}
+def _columns(
+    grades: Sequence[Grade], rows: Mapping[int, Sequence[float]], request_B: Sequence[int]
+) -> dict[str, Column]:
+    """Return which samples have a score, and the values of terms by number: those of their requests."""
+    scored_B = np.array([not grade.cause for grade in grades], dtype=np.uint8)[request_B]
+    return {
+        "scored_B": scored_B,
+        **{f"term_{number}_B": np.array(row, float)[request_B] for number, row in rows.items()},
+    }
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

@@ -18,12 +18,13 @@ KEYS = ("reward/mean", "reward/greedy_mean", "rollout/greedy_tokens", "actor/los
 
 
 def test_scores_of_greedy_completions_become_a_column() -> None:
-    """Two groups of 2; the greedy completion of the second could not be graded."""
-    greedy_B = np.array([False, False, True, False, False, True])
-    ids_B, length_B = np.arange(6), np.array([1, 2, 3, 1, 1, 2])
-    columns = {"length_B": length_B, "group_B": ids_B // 3, "rollout_B": ids_B, "id_B": ids_B}
-    batch = Batch({**columns, "loss_mask_T": np.array([1, 0, 1, 0, 1, 1, 1, 1, 0, 1], np.uint8)})
-    reward_B, scored_B = np.arange(6, dtype=np.float32), np.array([1, 1, 1, 1, 1, 0], dtype=bool)
+    """Two groups of 2; the greedy completion of the second could not be graded, that of the first has two samples."""
+    greedy_B = np.array([False, False, True, False, False, True, True])
+    ids_B, length_B = np.arange(7), np.array([1, 2, 2, 1, 1, 2, 1])
+    rollout_B, group_B = np.array([0, 1, 2, 3, 4, 5, 2]), np.array([0, 0, 0, 1, 1, 1, 0])
+    columns = {"length_B": length_B, "group_B": group_B, "rollout_B": rollout_B, "id_B": ids_B}
+    batch = Batch({**columns, "loss_mask_T": np.array([1, 0, 1, 0, 1, 1, 1, 0, 1, 1], np.uint8)})
+    reward_B, scored_B = np.array([0, 1, 2, 3, 4, 5, 2], np.float32), np.array([1, 1, 1, 1, 1, 0, 1], dtype=bool)
     drawn = Drawn(batch, Scored(reward_B, scored_B, {}, {}, [])).with_baseline(greedy_B)
     assert drawn.batch["id_B"].tolist() == [0, 1, 3, 4]
     assert drawn.batch["baseline_B"].tolist() == [2.0, 2.0, 5.0, 5.0], "the fallback is the fallback"

@@ -28,6 +28,7 @@ from specs.wire.as_built import AsBuilt
 from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, PROMPT_COLUMNS, Kind, Message, Verb, parse
 from workers.data.prompts import PromptTable
+from workers.episodes.trajectory import BRANCH_BITS
 from workers.roles.data import Data
 from workers.roles.reward import Reward
 from workers.serve import Handlers
@@ -155,6 +156,22 @@ def test_what_a_tool_said_is_not_graded(role: Role, codec: TextCodec) -> None:
     assert scored.tensors["term_2_B"].tolist() == [0, 0], "no turn of more than 4 tokens, though there are 5 in all"
     assert [sample["completion"] for sample in scored.body["samples"]] == ["1\n23", ""]
     assert [sample["completion_raw"] for sample in scored.body["samples"]] == ["1<eos>\n23<eos>", ""]
+
+
+def test_samples_of_a_rollout_are_graded_as_one_text(role: Role, codec: TextCodec) -> None:
+    """A rollout that was branched: what it shares with its first sample is off the mask of the second."""
+    role.build([{"kind": "regex", "pattern": r"\A1\n23\Z"}, {"kind": "overlong", "buffer_tokens": 8}])
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
+    three = prompts.select(np.array([0, 0, 1]))
+    three["id_B"][1] += 1 << BRANCH_BITS
+    batch = answered(three, codec, ["1", "23", "1"])
+    scored = role.score(batch, samples=3)
+    assert scored.tensors["term_0_B"].tolist() == [1, 1, 0]
+    assert scored.tensors["term_1_B"].tolist() == [-3 / 8, -3 / 8, -2 / 8], "its longest turn counts"
+    assert [sample["completion"] for sample in scored.body["samples"]] == ["1\n23", "1\n23", "1"]
+    assert [sample["completion_raw"] for sample in scored.body["samples"]] == ["1<eos>", "23<eos>", "1<eos>"]
+    assert [sample["id"] for sample in scored.body["samples"]] == batch["id_B"].tolist()
 
 
 def test_from_build_to_score(role: Role, codec: TextCodec) -> None:
