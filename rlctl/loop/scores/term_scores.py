@@ -82,24 +82,29 @@ class ScoreModel:
     shares: Callable[[Batch], list[NDArray[np.int64]]]  # the sequences of each of its ranks
 
     def score(self, rendered: Sequence[Message], id_B: NDArray[np.int64], step: int) -> TermScores:
-        """Score samples that were `rendered` in its tokens. `id_B`: of all samples; those that it cannot read have no
-        score."""
+        """Score samples that were `rendered` in its tokens, the same tokens once, so that they score the same. `id_B`:
+        of all samples; those that it cannot read have no score."""
         begin = time.perf_counter()
         parts = [part.batch for part in rendered if len(part.batch)]
-        score_of: dict[int, float] = {}
+        score_of, num_tokens = dict[int, float](), 0
         if parts:
-            batch = Batch.concat(parts)
-            shards, needed = self.shares(batch), batch.only(COLUMNS[Verb.SCORES].needs)
+            every = Batch.concat(parts)
+            texts = [piece.tobytes() for piece in np.split(every["tokens_T"], every.offsets[1:-1])]
+            first_of = {text: number for number, text in reversed([*enumerate(texts)])}
+            batch = every.select(np.array(sorted(first_of.values()), dtype=np.int64))
+            shards, needed, num_tokens = self.shares(batch), batch.only(COLUMNS[Verb.SCORES].needs), batch.num_tokens
             tensors = [needed.select(shard).columns for shard in shards]
             for answer, shard in zip(self.group.call(Verb.SCORES, tensors=tensors, step=step), shards, strict=True):
                 score_of |= dict(zip(batch["id_B"][shard].tolist(), answer.tensors["score_B"].tolist(), strict=True))
+            firsts = every["id_B"][[first_of[text] for text in texts]].tolist()
+            score_of = {id_: score_of[first] for id_, first in zip(every["id_B"].tolist(), firsts, strict=True)}
         ids = id_B.tolist()
         bare = [bodies.Rendered.of(answer) for answer in rendered]
         return TermScores(
             {self.number: np.array([score_of.get(sample, 0.0) for sample in ids], dtype=np.float32)},
             np.array([sample in score_of for sample in ids], dtype=bool),
             add_up([part.failures for part in bare]),
-            {"model_tokens": sum(part.num_tokens for part in parts), "model_s": time.perf_counter() - begin},
+            {"model_tokens": num_tokens, "model_s": time.perf_counter() - begin},
             next((part.first_failure for part in bare if part.first_failure), ""),
         )
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from small_spec import raw_spec
 
 from rlctl.loop.sampling import Scored
-from rlctl.loop.scores.term_scores import TermScores
+from rlctl.loop.scores.term_scores import ScoreModel, TermScores
 from specs.load.load import spec_from
 from specs.schema.spec import RewardSection
 from specs.wire.batch import Batch
+from specs.wire.messages import Kind, Message, Verb
 
 JUDGE = {"kind": "judge", "base_url": "http://h", "model": "m", "prompt": "{completion}", "min_score": 0}
 
@@ -33,6 +36,37 @@ def scored(reward: RewardSection, *found: TermScores) -> Scored:
 
 def values(number: int, value_B: list[float], scored_B: list[int], **more: object) -> TermScores:
     return TermScores({number: np.array(value_B)}, np.array(scored_B, dtype=bool), **more)
+
+
+class NumberingGroup:
+    """Stands for ranks of a reward model: a sequence scores its place in what is asked."""
+
+    def call(self, verb: Verb, *, tensors: list[dict[str, Any]], step: int) -> list[Message]:
+        self.asked = [len(columns["length_B"]) for columns in tensors]
+        return [
+            Message(Kind.ANSWER, {}, verb, 1, {"score_B": np.arange(count) + 10.0 * rank})
+            for rank, count in enumerate(self.asked)
+        ]
+
+
+def test_the_same_tokens_score_the_same() -> None:
+    """Five samples for two ranks; one of them the model cannot read."""
+    sequences, ids = [[1, 2], [3], [1, 2], [2, 1], [3]], [40, 41, 42, 43, 45]
+    columns = {
+        "tokens_T": np.concatenate(sequences),
+        "length_B": np.array([*map(len, sequences)]),
+        "id_B": np.array(ids),
+    }
+    rendered = Message(
+        Kind.ANSWER, {"failures": {"model_overlong": 1}, "first_failure": "long"}, Verb.RENDER, 1, columns
+    )
+    group = NumberingGroup()
+    model = ScoreModel(group, 0, print, lambda batch: [np.array([1, 2]), np.array([0])])
+    found = model.score([rendered], np.arange(40, 46), 1)
+    assert group.asked == [2, 1]
+    assert found.value_B[0].tolist() == [10, 0, 10, 1, 0, 0]
+    assert found.scored_B.tolist() == [True, True, True, True, False, True]
+    assert found.counts["model_tokens"] == 5
 
 
 def test_weights_and_failures() -> None:
