@@ -26,8 +26,8 @@ def missing_groups(drawn: Drawn, wanted: int) -> int:
 
 
 def with_signal(drawn: Drawn, least: int, refills: int) -> Drawn:
-    """The groups with signal; where they are fewer than `least`, the first of the others too, so that no rank is
-    without work."""
+    """The groups with signal; where they are fewer than `least`, the first of the others too, so that no mini-batch is
+    empty."""
     group_B, rollout_B = drawn.batch["group_B"], drawn.batch["rollout_B"]
     signal_B = signal_of(group_B, rollout_B, drawn.scored)
     groups = len(np.unique(group_B[signal_B]))

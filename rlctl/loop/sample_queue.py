@@ -170,7 +170,7 @@ class SampleQueue:
             self.position, refills = self.position + count, refills + 1
             generation.extend(prompts)
             drawn = generation.finish()
-        least = -(-algorithm.mini_batches_per_step * spec.actor.processes // algorithm.group_size)
+        least = -(-algorithm.mini_batches_per_step // algorithm.group_size)
         return with_signal(drawn, least, refills)
 
     def _send_out(self, step: int) -> None:

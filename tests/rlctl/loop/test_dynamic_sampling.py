@@ -48,7 +48,7 @@ def test_a_group_has_signal_when_scores_that_count_differ() -> None:
 
 
 @pytest.mark.parametrize(("least", "kept"), [(0, [11, 15]), (2, [11, 15]), (4, [10, 11, 12, 15])])
-def test_groups_without_signal_go_as_far_as_every_rank_has_work(least: int, kept: list[int]) -> None:
+def test_groups_without_signal_go_as_far_as_every_mini_batch_has_a_rollout(least: int, kept: list[int]) -> None:
     left = with_signal(DRAWN, least, 3)
     thrown = left.scored.thrown
     assert thrown is not None
@@ -78,6 +78,8 @@ def test_a_step_learns_from_groups_with_signal_alone(tmp_path: Path) -> None:
 def test_a_run_without_any_signal_goes_on_and_says_so_once(tmp_path: Path) -> None:
     more = ("algorithm.mini_batches_per_step=4", "algorithm.max_refills=2")
     with local_run(preset("fake", tmp_path), tmp_path / "run", *NONE, *more) as run:
+        actor = run.spec.actor.model_copy(update={"processes": 4})  # which changes nothing of what is learned from
+        run.driver.queue.spec = run.spec.model_copy(update={"actor": actor})
         records = run.steps(2)
     for record in records:
         assert record.metrics["rollout/refills"] == 2
