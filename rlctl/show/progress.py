@@ -19,6 +19,7 @@ from rich.text import Text
 
 from rlctl.show import eval_keys
 from rlctl.show.screen import Screen, redraws
+from rlctl.show.streams import replace_unwritable
 from rlctl.show.text_format import FEW_FINISH, count, counted, duration, number, replicas, share, sparkline, time_shares
 from specs.phases import Phase
 from specs.schema.eval_sets import Evaluation
@@ -48,9 +49,7 @@ class Progress:
         self, total_steps: int, start_step: int, name: str, console: Screen | None = None, live: bool | None = None
     ) -> None:
         self.console = console or Screen(outlives=True)
-        reconfigure = getattr(self.console.file, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")  # a console without Unicode must not end a run
+        replace_unwritable(self.console.file)
         self.live = redraws(self.console) if live is None else live
         self._total, self._step, self._name = total_steps, start_step, name
         self._started = self._phase_started = time.monotonic()

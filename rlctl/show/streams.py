@@ -15,11 +15,19 @@ from specs.terminal import VisibleStream
 def visible_streams() -> Iterator[None]:
     """Make visible text of whatever is printed inside, usage errors, tracebacks and warnings of libraries too."""
     before = sys.stdout, sys.stderr
+    for file in before:
+        replace_unwritable(file)
     sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(file)) if file is not None else file for file in before)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def replace_unwritable(file: Any) -> None:
+    """Have a stream write `?` for what its encoding lacks: a terminal without Unicode must end nothing."""
+    if (reconfigure := getattr(file, "reconfigure", None)) is not None:
+        reconfigure(errors="replace")
 
 
 class SafeStdout:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import redirect_stderr
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
 from rlctl.cli import show_error
-from rlctl.show.streams import SafeStdout
+from rlctl.show.streams import SafeStdout, visible_streams
 from specs.errors import RlctlError
 
 
@@ -34,3 +35,11 @@ def test_an_error_that_nobody_hears_is_no_second_error():
     with closed_pipe() as file, redirect_stderr(file):
         show_error(RlctlError("one", hint="two"))
         assert sys.stderr is file
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_terminal_without_unicode_ends_no_command(name, monkeypatch):
+    monkeypatch.setattr(sys, name, TextIOWrapper(raw := BytesIO(), encoding="latin-1", write_through=True))
+    with visible_streams():
+        print("2 × 3 – 5", file=getattr(sys, name))
+    assert raw.getvalue() == b"2 \xd7 3 ? 5\n"
