@@ -65,6 +65,8 @@ def sweep(
         hint = "write --set KEY=VALUE,VALUE, e.g. --set actor.optimizer.lr=1e-6,3e-6; `rlctl train` does one run"
         raise UsageError("no --set has several values", hint=hint)
     trials, folder = plan(spec_path, fixed, swept, folder)
+    if (folder / "resolved.json").exists():
+        raise UsageError(f"{folder} holds a run", hint="name a folder for the sweep with --dir")
     table = SweepTable(list(swept), trials, folder, progress_screen(as_json=as_json, quiet=quiet))
     if dry_run:
         table.print_plan()

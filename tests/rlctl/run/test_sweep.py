@@ -131,6 +131,9 @@ def test_the_same_call_goes_on_where_it_was(
     other = ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=2", "algorithm.group_size=2"]
     with pytest.raises(UsageError, match=r"holds a run of another spec: algorithm\.group_size"):
         sweep(spec, other, folder, jobs=2, dry_run=False)
+    with pytest.raises(UsageError, match="seed_0 holds a run"):
+        sweep(spec, keys, folder / "seed_0", jobs=2, dry_run=False)
+    assert not (folder / "seed_0" / "sweep.json").exists()
 
 
 def test_a_run_that_fails_says_why_and_the_others_are_run(
