@@ -435,7 +435,7 @@ def _main(arguments: list[str] | None) -> int:
         sys.stderr.close()  # whoever read us has gone; so would a second message
         return 1
     except Exception as error:  # the edge: nothing may pass, and the traceback is kept
-        return _show_usage(error) or _show_bug(error)
+        return _show_usage(error) or _show_refused(error) or _show_bug(error)
 
 
 def show_error(error: RlctlError) -> None:
@@ -456,6 +456,27 @@ def _show_usage(error: Exception) -> int:
         return 0
     show()
     return int(getattr(error, "exit_code", 2))
+
+
+def _show_refused(error: Exception) -> int:
+    """Show what the file system refuses and return the exit code; 0 for any other error."""
+    import errno as e
+
+    from specs.errors import RlctlError, UsageError
+
+    if not isinstance(error, OSError):
+        return 0
+    if error.errno in (e.ENOSPC, e.EDQUOT):
+        known = RlctlError(f"{error.filename or 'output'} cannot be written: the disk is full", hint="free some space")
+    elif error.filename and error.errno in (
+        e.EACCES, e.EPERM, e.EROFS, e.EEXIST, e.ENOTDIR, e.EISDIR, e.ENAMETOOLONG
+    ):  # fmt: skip
+        hint = "see what stands there and who may use it, or name another path"
+        known = UsageError(f"{error.filename} cannot be used: {error.strerror}", hint=hint)
+    else:
+        return 0
+    show_error(known)
+    return known.exit_code
 
 
 def _show_bug(error: Exception) -> int:

@@ -18,7 +18,7 @@ from rlctl.models.run_export import FOLDER, RunExport
 from rlctl.preflight.file_problems import file_problems
 from rlctl.run.checkpoints import run_and_step, step_path, steps_in
 from rlctl.run.run_lock import LOCK
-from specs.errors import Problem
+from specs.errors import Problem, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
 from specs.schema.roles import ACTOR, CRITIC, REF, REWARD_MODEL, ROLES, RoleName
@@ -112,9 +112,14 @@ def export_missing(spec: Spec, spec_dir: Path) -> None:
         found = RunExport.of(os.path.abspath(spec_dir / Path(path).expanduser()))
         if found is None or found.folder.is_dir():
             continue
-        with _alone_in(found.folder.parent):
-            if not found.folder.is_dir():
-                export(found.run, found.folder, found.step, found.role, screen=Screen(stderr=True, highlight=True))
+        try:
+            with _alone_in(found.folder.parent):
+                if not found.folder.is_dir():
+                    export(found.run, found.folder, found.step, found.role, screen=Screen(stderr=True, highlight=True))
+        except OSError as error:
+            way_out = f"rlctl export-checkpoint {found.run} OUT --step {found.step} --role {found.role}"
+            message = f"{found.folder.parent} cannot be written to: {error.strerror}"
+            raise UsageError(message, hint=f"`{way_out}` exports elsewhere: name OUT as the model then") from None
 
 
 @contextmanager

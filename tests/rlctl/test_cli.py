@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -150,6 +151,30 @@ def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path, monkeypatc
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "error: ZeroDivisionError: division by zero\n\nhint: this is a fault in rlctl" in done.stderr
+
+
+SWEEP = ("sweep", "spec.toml", "--set", "run.seed=1,2", "--dir")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("runs", "x" * 300), ("check-config", "spec.toml", "--set", f"data.train={'x' * 300}.jsonl"),
+     (*SWEEP, "spec.toml"), (*SWEEP, "spec.toml/x")],
+)  # fmt: skip
+def test_a_path_that_the_file_system_refuses_is_bad_input(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    rlctl("init", "spec.toml", "--preset", "fake", cwd=tmp_path)
+    done = rlctl(*arguments, cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert f"{arguments[-1].rpartition('=')[2]} cannot be used: " in done.stderr
+
+
+def test_a_full_disk_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rlctl.presets.print_presets", full)
+    assert main(["init", "--list"]) == 1
+    assert "error: output cannot be written: the disk is full\n" in capsys.readouterr().err
 
 
 HEAVY = ("torch", "transformers", "numpy", "zmq", "safetensors", "pyarrow")

@@ -14,7 +14,8 @@ from small_spec import raw_spec
 
 from rlctl.cli import main
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.run.run_exports import with_run_exports
+from rlctl.run.run_exports import export_missing, with_run_exports
+from specs.errors import UsageError
 from specs.schema.recipes import RlSpec
 
 TINY = str(BUILTIN_FOLDER / "tiny-digits")
@@ -139,6 +140,14 @@ def test_a_run_that_cannot_be_a_model_is_refused(
     assert (problem.key, problem.value) == ("ref.model", f'"{named}"')
     assert message in problem.message
     assert hint in problem.hint
+
+
+def test_a_run_that_may_not_be_written_has_a_way_out(tmp_path: Path) -> None:
+    (a_run(tmp_path / "a", {4: True}, "actor") / "exports").touch()
+    spec, _ = with_run_exports(RlSpec.model_validate(raw_spec(model={"path": "a", "from_scratch": False})), tmp_path)
+    with pytest.raises(UsageError, match="exports cannot be written to") as caught:
+        export_missing(spec, tmp_path)
+    assert f"rlctl export-checkpoint {tmp_path}/a OUT --step 4 --role actor" in caught.value.hint
 
 
 def test_a_resume_keeps_what_was_taken_unless_another_step_is_named(tmp_path: Path) -> None:
