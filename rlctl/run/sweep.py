@@ -14,15 +14,16 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlctl.memory.fit import fit_problems
 from rlctl.processes.placement import usable_cores
 from rlctl.run.checkpoints import step_path
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.resume import differences
-from rlctl.run.run_exports import with_run_exports
+from rlctl.run.run_exports import checked, with_run_exports
 from rlctl.run.run_lock import RunLock
 from rlctl.show.report_compare import read_runs, render_comparison
 from rlctl.show.report_page import write_page
@@ -64,7 +65,7 @@ def sweep(
     if not swept:
         hint = "write --set KEY=VALUE,VALUE, e.g. --set actor.optimizer.lr=1e-6,3e-6; `rlctl train` does one run"
         raise UsageError("no --set has several values", hint=hint)
-    trials, folder = plan(spec_path, fixed, swept, folder)
+    trials, folder = plan(spec_path, fixed, swept, folder, starting=not dry_run)
     if (folder / "resolved.json").exists():
         raise UsageError(f"{folder} holds a run", hint="name a folder for the sweep with --dir")
     table = SweepTable(list(swept), trials, folder, progress_screen(as_json=as_json, quiet=quiet))
@@ -132,9 +133,11 @@ def split_values(text: str) -> tuple[str, ...]:
     return tuple(value.strip() for value in values)
 
 
-def plan(spec_path: Path, fixed: Sequence[str], swept: Swept, folder: Path | None) -> tuple[list[Trial], Path]:
+def plan(
+    spec_path: Path, fixed: Sequence[str], swept: Swept, folder: Path | None, *, starting: bool
+) -> tuple[list[Trial], Path]:
     """Return a trial for each combination, and the folder of all. Raises SpecError with what is wrong in any of them,
-    each problem once."""
+    each problem once. `starting`: they begin now; else what this machine lacks is no problem."""
     combined = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     found: dict[str, tuple[Problem, list[str]]] = {}
     trials: list[Trial] = []
@@ -149,10 +152,14 @@ def plan(spec_path: Path, fixed: Sequence[str], swept: Swept, folder: Path | Non
         folder = folder or spec.run.place.with_name(f"{spec.run.name}-sweep")
         own.append(f"run.name={spec.run.name}-{name}")
         trials.append(Trial(name, values, tuple(own), (folder / name).absolute(), spec.run.steps))
+    if not found:
+        trials = [_as_left(trial, spec_path) for trial in trials]
+        for name, problem in _refused(trials, spec_path, starting):
+            found.setdefault(str(problem), (problem, []))[1].append(name)
     if found:
         raise SpecError([_in_some(problem, of, len(combined)) for problem, of in found.values()])
     assert folder is not None
-    return [_as_left(trial, spec_path) for trial in trials], folder.absolute()
+    return trials, folder.absolute()
 
 
 def _names(combined: Sequence[dict[str, str]]) -> list[str]:
@@ -188,6 +195,21 @@ def _as_left(trial: Trial, spec_path: Path) -> Trial:
         raise UsageError(message, hint="put the spec back, or name another folder with --dir")
     done = (step_path(trial.run_dir / "checkpoints", trial.steps) / "manifest.json").is_file()
     return replace(trial, state="done before" if done else "begun")
+
+
+def _refused(trials: Sequence[Trial], spec_path: Path, starting: bool) -> Iterator[tuple[str, Problem]]:
+    """Yield what `train` would refuse of the trials that are left. Those that differ by their seed alone are looked at
+    once: large data and tokenizers take a second each time."""
+    known: dict[str, list[Problem]] = {}
+    for trial in (one for one in trials if one.state not in DONE):
+        spec, spec_dir, run_dir = load_spec(spec_path, trial.overrides), spec_path.absolute().parent, trial.run_dir
+        alike = spec.model_copy(update={"run": spec.run.model_copy(update={"name": "", "seed": 0})})
+        key = str(alike.resolved())
+        if key not in known:
+            options = {"starting": starting, "elsewhere": not starting, "run_dir": run_dir}
+            spec, errors, _ = checked(spec, spec_dir, run_dir, **options)
+            known[key] = [*errors, *fit_problems(spec, spec_dir, here=starting)[0]]
+        yield from ((trial.name, problem) for problem in known[key])
 
 
 # ── running them ──────────────────────────────────────────────────────────────────────────────────

@@ -153,14 +153,10 @@ def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path, monkeypatc
     assert "error: ZeroDivisionError: division by zero\n\nhint: this is a fault in rlctl" in done.stderr
 
 
-SWEEP = ("sweep", "spec.toml", "--set", "run.seed=1,2", "--dir")
-
-
 @pytest.mark.parametrize(
     "arguments",
-    [("runs", "x" * 300), ("check-config", "spec.toml", "--set", f"data.train={'x' * 300}.jsonl"),
-     (*SWEEP, "spec.toml"), (*SWEEP, "spec.toml/x")],
-)  # fmt: skip
+    [("runs", "x" * 300), ("check-config", "spec.toml", "--set", f"data.train={'x' * 300}.jsonl")],
+)
 def test_a_path_that_the_file_system_refuses_is_bad_input(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     rlctl("init", "spec.toml", "--preset", "fake", cwd=tmp_path)
     done = rlctl(*arguments, cwd=tmp_path)

@@ -57,7 +57,7 @@ def test_what_cannot_be_swept(settings: list[str], said: str) -> None:
 
 def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path) -> None:
     swept = {"actor.optimizer.lr": ("1e-3", "1e-2"), "run.seed": ("0", "1")}
-    trials, folder = plan(spec, ["run.steps=3"], swept, tmp_path / "out")
+    trials, folder = plan(spec, ["run.steps=3"], swept, tmp_path / "out", starting=True)
     assert folder == tmp_path / "out"
     assert [trial.name for trial in trials] == ["lr_1e-3-seed_0", "lr_1e-3-seed_1", "lr_1e-2-seed_0", "lr_1e-2-seed_1"]
     last = trials[-1]
@@ -67,11 +67,20 @@ def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path
 
 def test_what_is_wrong_in_any_run_is_said_before_the_first(spec: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
-        plan(spec, ["run.stepz=1"], {"actor.optimizer.lr": ("1e-3", "x")}, tmp_path / "out")
+        plan(spec, ["run.stepz=1"], {"actor.optimizer.lr": ("1e-3", "x")}, tmp_path / "out", starting=True)
     assert {(problem.key, "(in lr_x)" in problem.message) for problem in caught.value.problems} == {
         ("run.stepz", False),
         ("actor.optimizer.lr", True),
     }
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_files_of_every_run_are_looked_at_before_the_first(spec: Path, tmp_path: Path, dry_run: bool) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "12", "answer": "12"}\n' * 9)
+    with pytest.raises(SpecError, match=r"no such file.*\(in train_b.jsonl\)") as caught:
+        sweep(spec, ["data.train=a.jsonl,b.jsonl"], tmp_path / "out", 1, dry_run=dry_run)
+    assert [problem.key for problem in caught.value.problems] == ["data.train"]
+    assert not (tmp_path / "out").exists()
 
 
 class OnTerminal(io.StringIO):
