@@ -101,7 +101,9 @@ class Driver(ABC):
 
     # ── what a recipe does ────────────────────────────────────────────────────────────────────────
 
-    @abstractmethod
+    def prepare(self) -> None:
+        """Compute what is of the models as they were built, before a checkpoint is loaded."""
+
     def begin(self, done: int) -> None:
         """Prepare for the first step of an attempt; `done` steps are behind it."""
 

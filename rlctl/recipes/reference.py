@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specs.errors import RunDirError
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -32,8 +32,8 @@ class Reference:
             return driver.logprobs_of(driver.ref)
         return driver.logprobs_of(driver.lead, adapters=False)
 
-    def begin(self, driver: Driver, done: int) -> None:
-        """Prepare for the first step of an attempt; `done` steps are behind it."""
+    def prepare(self, driver: Driver) -> None:
+        """Compute what is computed once, before a checkpoint is loaded."""
 
     def logprobs(self, driver: Driver, rows: Batch, step: int) -> NDArray[np.float32]:
         """Return `ref_logprob_T` of rows."""
@@ -66,34 +66,40 @@ def unlike_rows(rows: Batch) -> Batch:
 
 @dataclass
 class PrecomputedReference(Reference):
-    """Log-probs of all rows, computed once before the first step, and kept in `path`. Where the reference is no role of
-    its own, the actor is it before it has learned."""
+    """Log-probs of all rows, computed once. Where the reference is no role of its own, the actor is it until a
+    checkpoint is loaded, at every start. `path` keeps them for later attempts and forks; a digest of model, tokens and
+    mask finds them there again, so that those of another model or row are never taken."""
 
     path: Path
-    known: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # row → its log-probs, sequence by sequence
+    known: dict[bytes, NDArray[np.float32]] = field(default_factory=dict)  # digest → log-probs of a sequence
+    model: bytes = b""  # whose they are
 
     def column(self, driver: Driver) -> ModelColumn:
         return driver.logprobs_of(driver.ref or driver.lead)
 
-    def begin(self, driver: Driver, done: int) -> None:
-        """Raises RunDirError where the file of an earlier attempt is gone."""
-        if self.path.is_file():
-            self._read()
-            return
-        if done and driver.ref is None:
-            hint = "put it back from a copy, or start a new run with model.path = the directory of this one"
-            raise RunDirError(f"{self.path} is missing, and the actor has learned since it was made", hint=hint)
+    def prepare(self, driver: Driver) -> None:
+        """Compute those that the file does not have."""
+        built = driver.built[(driver.ref or driver.lead).role]
+        self.model = f"{built.dtype} {built.weights_checksum}".encode()
+        kept = self._read()
         wanted: tuple[Literal["all", "eval"], ...] = ("all", "eval")
         for what in wanted:
             for rows in self._rows(driver, what):
-                self._keep(rows, super().logprobs(driver, rows, done))
-        self._write()
+                digests = self._digests(rows)
+                self.known |= {digest: kept[digest] for digest in digests if digest in kept}
+                if missing := [n for n, digest in enumerate(digests) if digest not in self.known]:
+                    rows = rows.select(np.array(missing))
+                    pieces = np.split(super().logprobs(driver, rows, 0), rows.offsets[1:-1])
+                    self.known |= zip((digests[n] for n in missing), pieces, strict=True)
+        if self.known.keys() != kept.keys():
+            self._write()
 
     def logprobs(self, driver: Driver, rows: Batch, step: int) -> NDArray[np.float32]:
-        _, first = np.unique(rows["row_B"], return_index=True)
-        found = np.concatenate([self.known[int(rows["row_B"][at])] for at in np.sort(first)])
-        assert len(found) == rows.num_tokens, "a row has changed since its log-probs were computed"
-        return found
+        return np.concatenate([self.known[digest] for digest in self._digests(rows)])
+
+    def _digests(self, rows: Batch) -> list[bytes]:
+        columns = zip(rows.sequences("tokens_T"), rows.sequences("loss_mask_T"), strict=True)
+        return [blake2b(b"".join([self.model, *map(bytes, row)]), digest_size=16).digest() for row in columns]
 
     @staticmethod
     def _rows(driver: Driver, what: Literal["all", "eval"]) -> Iterator[Batch]:
@@ -106,25 +112,21 @@ class PrecomputedReference(Reference):
             position = bodies.RowsDrawn.of(answer).position
             yield answer.batch
 
-    def _keep(self, rows: Batch, logprob_T: NDArray[np.float32]) -> None:
-        ends = rows.offsets
-        for row in np.unique(rows["row_B"]).tolist():
-            at = np.flatnonzero(rows["row_B"] == row)
-            self.known[row] = logprob_T[ends[at[0]] : ends[at[-1] + 1]]
-
     def _write(self) -> None:
-        rows = list(self.known)
-        values = [self.known[row] for row in rows]
+        values = list(self.known.values())
         tensors: dict[str, NDArray[Any]] = {
-            "row": np.array(rows, dtype=np.int64),
+            "digest": np.array([list(digest) for digest in self.known], dtype=np.uint8),
             "length": np.array([len(each) for each in values], dtype=np.int64),
-            "logprob": np.concatenate(values) if values else np.zeros(0, dtype=np.float32),
+            "logprob": np.concatenate(values),
         }
         part = self.path.with_suffix(".part")
         part.write_bytes(encode(tensors))
         part.replace(self.path)
 
-    def _read(self) -> None:
-        found = decode(self.path.read_bytes())
+    def _read(self) -> dict[bytes, NDArray[np.float32]]:
+        """Return what the file has; nothing where it does not say what its values are of."""
+        found = decode(self.path.read_bytes()) if self.path.is_file() else {}
+        if "digest" not in found:
+            return {}
         pieces = np.split(found["logprob"], np.cumsum(found["length"])[:-1])
-        self.known = dict(zip(found["row"].tolist(), pieces, strict=True))
+        return dict(zip(map(bytes, found["digest"]), pieces, strict=True))

@@ -144,11 +144,11 @@ class RowsRecipe(Driver):
 
     # ── around the steps ──────────────────────────────────────────────────────────────────────────
 
-    def begin(self, done: int) -> None:
+    def prepare(self) -> None:
         """Compute what the reference says of all rows, where that is done once."""
         if self.reference is not None:
-            with self.phase("train", done, "log-probs of the reference"):
-                self.reference.begin(self, done)
+            with self.phase("train", 0, "log-probs of the reference"):
+                self.reference.prepare(self)
 
     def evaluate(self, step: int, arrived: Arrived | None = None) -> StepRecord:
         evaluation = self.spec.eval

@@ -107,6 +107,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
         assert sync is not None
         limits = _gap_limits(spec, run, bodies, progress)
         driver = Rl(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
+    driver.prepare()
     gc.collect()
     gc.freeze()  # what a run needs to its end: every full collection would look at all of it again
     return driver

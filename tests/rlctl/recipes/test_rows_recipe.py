@@ -13,7 +13,7 @@ import pytest
 from local_run import local_run
 
 from rlctl.recipes.reference import unlike_rows
-from specs.errors import DataError, NotFiniteError, RunDirError
+from specs.errors import DataError, NotFiniteError
 from specs.wire.batch import Batch
 
 pytestmark = pytest.mark.slow
@@ -101,16 +101,41 @@ def test_a_loss_that_is_no_number_ends_the_run(name: str, tmp_path: Path) -> Non
     assert f"lower {role}.optimizer.lr" in caught.value.hint
 
 
-def test_a_lost_file_of_the_reference_is_not_made_of_a_model_that_has_learned(tmp_path: Path) -> None:
+def other_rows(folder: Path) -> str:
+    rows = [{"prompt": f"{n}>", "chosen": f"{n % 10}", "rejected": "0"} for n in range(101, 130) if n % 10]
+    (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return '"other.jsonl"'
+
+
+@pytest.mark.parametrize("change", ["run.seed=7", "data.train="])
+def test_log_probs_of_another_reference_or_row_are_never_taken(change: str, tmp_path: Path) -> None:
+    """An attempt that ended before its first step leaves its file to one with another model or other rows."""
+    spec, rows = spec_of(tmp_path, "dpo-precomputed"), other_rows(tmp_path)
+    change += rows * change.endswith("=")
+    with local_run(spec, tmp_path / "again") as run:
+        run.driver.begin(0)
+    found = []
+    for name in ("again", "clean"):
+        with local_run(spec, tmp_path / name, change) as run:
+            found.append([numbers(record.metrics) for record in run.steps(2)])
+    assert found[0] == found[1]
+    assert found[0][0]["actor/loss"] == pytest.approx(math.log(2), abs=1e-7)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_resume_computes_what_its_file_lacks_of_the_model_before_it_learned(lost: bool, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "dpo-precomputed")
-    with local_run(spec, tmp_path / "run") as run:
+    own, other = 'eval.data="builtin:sort-digits-pairs"', f"eval.data={other_rows(tmp_path)}"
+    with local_run(spec, tmp_path / "whole", other) as run:
+        whole = [numbers(record.metrics) for record in run.steps(4)]
+        after = numbers(run.driver.evaluate(4).metrics)
+    with local_run(spec, tmp_path / "parted", own) as run:
         run.steps(2, save=[2])
-    (tmp_path / "run" / "ref_logprobs.safetensors").unlink()
-    with (
-        pytest.raises(RunDirError, match=r"ref_logprobs\.safetensors is missing"),
-        local_run(spec, tmp_path / "run", resume=True),
-    ):
-        pass
+    if lost:
+        (tmp_path / "parted" / "ref_logprobs.safetensors").unlink()
+    with local_run(spec, tmp_path / "parted", other, resume=True) as run:
+        assert [numbers(record.metrics) for record in run.steps(4)] == whole[2:]
+        assert numbers(run.driver.evaluate(4).metrics) == after
 
 
 def test_the_kl_is_estimated_with_the_completions_of_other_rows() -> None:
