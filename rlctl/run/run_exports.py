@@ -18,6 +18,7 @@ from rlctl.models.run_export import FOLDER, RunExport
 from rlctl.preflight.file_problems import file_problems
 from rlctl.run.checkpoints import run_and_step, step_path, steps_in
 from rlctl.run.run_lock import LOCK
+from rlctl.show.journal import read_journal
 from specs.errors import Problem, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
@@ -34,8 +35,10 @@ _WANTED = {REF: _ACTORS, CRITIC: (CRITIC, REWARD_MODEL, ACTOR), REWARD_MODEL: _S
 
 def with_run_exports(spec: S, spec_dir: Path, first: Path | None = None) -> tuple[S, list[Problem]]:
     """Return the spec with exports in place of the runs that it names as models, and which runs cannot be one.
-    `first`: the directory of a run that continues with what its first attempt took."""
+    `first`: the directory of the run that is resumed or forked, which goes on with what its first attempt took."""
     taken = read_or_empty(first / "resolved.json") if first else {}
+    journal = read_journal(first) if first else []
+    folders = [spec_dir, *(Path(line["spec_dir"]) for line in journal if "spec_dir" in line)]  # where paths in it start
     problems = []
     for section, key in (("model", "path"), *((role, "model") for role, _ in spec.sections())):
         table = getattr(spec, section)
@@ -43,7 +46,8 @@ def with_run_exports(spec: S, spec_dir: Path, first: Path | None = None) -> tupl
             continue
         run, step = run_and_step(named, spec_dir)
         path, before = named.removesuffix(f"@{step}"), RunExport.of(str(value_at(taken, (section, key))))
-        if before and (str(before.run), step or before.step) == (path.rstrip("/"), before.step):
+        was = [run_and_step(str(before.run), folder)[0] for folder in folders] if before else []
+        if before and run in was and step in (None, before.step):
             chosen: RunExport | Problem = before
         elif not (run / "resolved.json").is_file():
             continue

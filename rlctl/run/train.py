@@ -78,7 +78,7 @@ def train(
             notes.append(f"the cluster has fewer nodes than {spec.lead}.nodes: {', '.join(fewer)}")
             spec = load_spec(source.path, [*overrides, *fewer])
         run = RunDir(source.run_dir or run_dir or spec.run.place)
-        first = run.path if resume else None
+        first = run.path if resume else checkpoints.run_and_step(fork_of)[0] if fork_of else None
         spec, errors, warnings = checked(spec, source.folder, first, starting=True, run_dir=source.run_dir or run_dir)
         errors += fit_problems(spec, source.folder, here=True)[0]
         if errors:

@@ -68,6 +68,7 @@ def test_a_run_begins_with_the_last_weights_of_another(place: Path, monkeypatch,
     assert main(["check-config", spec, *WARM]) == 0
     assert "runs/warm, step 3 " in capsys.readouterr().out
     finish("train", spec, *more, *settings("run.steps=2"), "--resume", cwd=place)
+    finish("train", spec, *more, *settings("run.name=fork", "run.steps=2"), "--from", "runs/next@1", cwd=place)
     assert [folder.name for folder in (warm / "exports").glob("actor_*")] == ["actor_step_000002"]
 
     warm.rename(place / "elsewhere")
@@ -150,7 +151,7 @@ def test_a_run_that_may_not_be_written_has_a_way_out(tmp_path: Path) -> None:
     assert f"rlctl export-checkpoint {tmp_path}/a OUT --step 4 --role actor" in caught.value.hint
 
 
-def test_a_resume_keeps_what_was_taken_unless_another_step_is_named(tmp_path: Path) -> None:
+def test_a_resume_or_fork_keeps_what_was_taken_unless_another_step_is_named(tmp_path: Path) -> None:
     a_run(tmp_path / "a", {4: True, 8: True}, "actor")
     first = tmp_path / "b"
     first.mkdir()
@@ -158,3 +159,8 @@ def test_a_resume_keeps_what_was_taken_unless_another_step_is_named(tmp_path: Pa
     for named, taken in (("a", 4), ("a/", 4), ("a@4", 4), ("a@8", 8)):
         spec, _ = with_run_exports(spec_of(ref={"model": named}), tmp_path, first)
         assert Path(getattr(spec, "ref").model) == Path(f"a/exports/actor_step_{taken:06d}")  # noqa: B009
+    (tmp_path / "elsewhere").mkdir()
+    (first / "journal.jsonl").write_text(json.dumps({"event": "start", "spec_dir": str(tmp_path)}) + "\n")
+    for named in ("../a", str(tmp_path / "a")):  # as a fork's spec names it
+        spec, _ = with_run_exports(spec_of(ref={"model": named}), tmp_path / "elsewhere", first)
+        assert getattr(spec, "ref").model == f"{named}/exports/actor_step_000004"  # noqa: B009
