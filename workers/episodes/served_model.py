@@ -213,7 +213,7 @@ def main() -> int:
     try:
         asyncio.run(serve(config))
     except RlctlError as error:
-        print(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

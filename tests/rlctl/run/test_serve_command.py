@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from running import start
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run.serve_command import serve
-from specs.errors import UsageError
+from specs.errors import RlctlError, UsageError
+from workers.episodes import served_model
 
 TOKENS = 12
 TINY = str(BUILTIN_FOLDER / "tiny-chat")
@@ -93,3 +96,14 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
 def test_a_wrong_call_starts_nothing(tmp_path: Path, what: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         serve(what, tmp_path / "rows.jsonl", **options)
+
+
+def test_an_error_says_its_hint_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def broken(_: object) -> None:
+        raise RlctlError("one", hint="two")
+
+    monkeypatch.setattr(served_model, "serve", broken)
+    monkeypatch.setattr(served_model.ServeConfig, "model_validate_json", lambda _: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert served_model.main() == 2
+    assert capsys.readouterr().err == "error: one\n\nhint: two\n"
