@@ -40,6 +40,8 @@ class Screen(Console):
             file = cast(TextIO, SafeStdout(file))
         given = {"file": file, "highlight": False, "force_jupyter": False, **options}
         super().__init__(stderr=stderr, markup=False, emoji=False, **given)
+        if self.width < 1:  # COLUMNS=0, as some terminals set it: rich would print nothing
+            self.width = 80
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **{**options, "markup": False, "emoji": False})

@@ -194,3 +194,9 @@ def test_a_fault_of_rlctl_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said = said_by("check-config", "x.toml", cwd=tmp_path)
     assert "this is a fault in rlctl" in said
     assert_harmless(said)
+
+
+def test_a_terminal_without_a_width_is_printed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    Screen(file=(file := io.StringIO())).print("a", Text("b"))
+    assert file.getvalue() == "a b\n"
