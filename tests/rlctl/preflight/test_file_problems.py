@@ -78,3 +78,9 @@ def test_folders_of_several_models_are_for_engines_that_build_transformers_model
     assert check(tmp_path, *USE_MODEL)[0] == []
     errors, _ = check(tmp_path, *USE_MODEL, 'rollout.engine.kind="vllm"')
     assert "this folder's language model is one among others" in "".join(map(str, errors))
+
+
+def test_a_place_that_no_key_names_is_said_without_one(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    errors, _ = file_problems(spec_from(raw_spec()), tmp_path, run_dir=tmp_path / "x" / "run")
+    assert [error.text for error in errors] == [f"{tmp_path / 'x'} is not a folder"]
