@@ -108,6 +108,8 @@ def expand(overrides: Sequence[str]) -> tuple[list[str], Swept]:
             raise UsageError(f"--set {text}: {key} is of each run", hint="the runs are named after their values")
         if key in swept:
             raise UsageError(f"--set {text}: {key} is swept already", hint="write all its values in one --set")
+        if len({repr(parse_value(value)) for value in values}) < len(values):
+            raise UsageError(f"--set {text}: a value is there twice", hint="name each once: it would count twice")
         swept[key] = values
     return fixed, swept
 

@@ -47,6 +47,8 @@ def test_keys_with_several_values_are_swept_and_the_others_are_fixed() -> None:
     [
         (["run.seed=0,1", "run.seed=2,3"], "run.seed is swept already"),
         (["run.name=a,b"], "run.name is of each run"),
+        (["run.seed=1,1"], "a value is there twice"),
+        (["actor.optimizer.lr=1e-3,2e-3,0.001"], "a value is there twice"),
     ],
 )
 def test_what_cannot_be_swept(settings: list[str], said: str) -> None:
