@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from running import REPO, environment, wait_for
-from some_hosts import Hosts, pids_in, some_hosts
+from some_hosts import SLURM_CONTROLLER, Hosts, kill, pids_in, some_hosts
 
 _CONFIG = """
 ClusterName=small
@@ -27,7 +27,6 @@ SlurmdTimeout=5
 ReturnToService=2
 MpiDefault=none
 """
-_CONTROLLER = ("slurmctld", "slurmscriptd", "munged")
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,13 @@ class SlurmCluster:
 
     def kill(self, host: str, name: str) -> None:
         """Kill the processes of this name on a host."""
-        for pid in pids_in(host):
-            if _name(pid) == name:
-                subprocess.run(["kill", "-9", pid], check=True)
+        found = [pid for pid in pids_in(host) if _name(pid) == name]
+        assert found, f"no {name} on {host}"
+        kill(found)
 
     def leave(self, host: str) -> None:
         """Kill all that runs on a host but the controller."""
-        for pid in pids_in(host):
-            if _name(pid) not in _CONTROLLER:
-                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+        kill(pid for pid in pids_in(host) if _name(pid) not in SLURM_CONTROLLER)
 
     def begin(self) -> None:
         """Start all of it and wait until every node may be used."""
@@ -146,8 +143,7 @@ def slurm_hosts(folder: Path) -> Iterator[SlurmCluster]:
             yield cluster
         finally:
             for name in hosts.names:
-                for pid in pids_in(name):
-                    subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+                kill(pids_in(name))
                 shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
             for daemon in cluster.daemons:
                 daemon.wait(20)

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 
 _PORT = 6399
 _RAY_PROCESSES = ("gcs_server", "raylet", "ray::", "log_monitor", "runtime_env", "dashboard", "monitor.py")
-_SLURM_PROCESSES = ("slurmctld", "slurmd", "slurmscriptd", "munged")
+SLURM_CONTROLLER = ("slurmctld", "slurmscriptd", "munged")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class Hosts:
 
     def leave(self, host: str) -> None:
         """Kill a host's part of the cluster."""
-        for pid in pids_in(host):
-            if any(name in _command_line(pid) for name in _RAY_PROCESSES):
-                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+        kill(pid for pid in pids_in(host) if any(name in _command_line(pid) for name in _RAY_PROCESSES))
 
     def plug(self, host: str, state: str) -> None:
         """`state` is "up" or "down", of the host's cable."""
@@ -68,13 +66,19 @@ class Hosts:
 
 def left_in(host: str) -> list[str]:
     """Return the processes in a namespace that are not the cluster's own."""
-    own = (*_RAY_PROCESSES, *_SLURM_PROCESSES)
+    own = (*_RAY_PROCESSES, *SLURM_CONTROLLER, "slurmd")
     return [pid for pid in pids_in(host) if not any(name in _command_line(pid) for name in own)]
 
 
 def pids_in(host: str) -> list[str]:
     done = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True)
     return done.stdout.split()
+
+
+def kill(pids: Iterable[str]) -> None:
+    """Kill processes; one that has ended meanwhile is no error."""
+    for pid in pids:
+        subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
 
 
 def _command_line(pid: str) -> str:
@@ -109,8 +113,7 @@ def ray_hosts() -> Iterator[Hosts]:
             yield hosts
         finally:
             for name in hosts.names:
-                for pid in pids_in(name):
-                    subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+                kill(pids_in(name))
 
 
 def _build(names: list[str], switch: str) -> bool:
