@@ -33,16 +33,17 @@ def check(host: RemoteHost, *shell: str) -> None:
     check_hosts([host], LocalHosts("b", **({"b": shell} if shell else {})), PLAIN)
 
 
-def test_a_host_that_cannot_be_used() -> None:
+def test_a_host_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     check(FAR)
     with pytest.raises(SpecError, match="host b cannot be used: exit code 255: no route to host"):
         check(FAR, "sh", "-c", "echo no route to host; exit 255")
     with pytest.raises(SpecError, match=r"(?s)exit code 127.*/nowhere/bin/python must exist there"):
         check(replace(FAR, python="/nowhere/bin/python"))
-    with pytest.raises(SpecError, match=r"cluster\.kind.*srun cannot be started"):
-        check(FAR, "srun")
     with pytest.raises(SpecError, match=r"rewards\.py is not on host b, or another file than here"):
         check(replace(FAR, files={"/nowhere/rewards.py": "checksum"}))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SpecError, match=r"cluster\.kind.*srun cannot be started"):
+        check(FAR, "srun")
 
 
 @pytest.mark.parametrize(
