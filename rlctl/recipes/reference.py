@@ -39,22 +39,24 @@ class Reference:
         """Return `ref_logprob_T` of rows."""
         return driver.compute({"ref": self.column(driver)}, rows, step)["ref"]
 
-    def kl(self, driver: Driver, rows: Batch, step: int) -> NDArray[np.float32]:
+    def kl(self, driver: Driver, unlike: Batch, step: int) -> NDArray[np.float32]:
         """Return `kl_B`, the same for every row: the mean log-ratio of actor and reference of completions under other
-        rows' prompts, at least 0 (Ethayarajh et al. 2024, §4.2)."""
-        unlike = unlike_rows(rows)
+        rows' prompts (`unlike_rows`), at least 0 (Ethayarajh et al. 2024, §4.2)."""
         columns = driver.compute({"actor": driver.logprobs_of(driver.lead), "ref": self.column(driver)}, unlike, step)
         mean = float((columns["actor"].astype(np.float64) - columns["ref"]).sum()) / len(unlike)
-        return np.full(len(rows), max(0.0, mean), dtype=np.float32)
+        return np.full(len(unlike), max(0.0, mean), dtype=np.float32)
 
 
-def unlike_rows(rows: Batch) -> Batch:
-    """Return each row's prompt with the completion of the row before it, the first one's with the last's."""
+def unlike_rows(rows: Batch, max_tokens: int) -> Batch:
+    """Return each row's prompt with the completion of the row before it, the first one's with the last's; its end is
+    left out where both have more than `max_tokens`."""
     tokens, masks = rows.sequences("tokens_T"), rows.sequences("loss_mask_T")
     starts = [int(np.argmax(mask)) for mask in masks]
-    others = [len(tokens) - 1, *range(len(tokens) - 1)]
-    tokens = [np.concatenate([tokens[n][: starts[n]], tokens[m][starts[m] :]]) for n, m in enumerate(others)]
-    masks = [np.concatenate([masks[n][: starts[n]], masks[m][starts[m] :]]) for n, m in enumerate(others)]
+    pairs = [(n, starts[n], m, starts[m]) for n, m in enumerate([len(tokens) - 1, *range(len(tokens) - 1)])]
+    tokens, masks = (
+        [np.concatenate([each[n][:prompt], each[m][start:]])[:max_tokens] for n, prompt, m, start in pairs]
+        for each in (tokens, masks)
+    )
     return Batch(
         {
             "length_B": np.array([len(each) for each in tokens]),

@@ -13,7 +13,7 @@ from rlctl.loop.driver import Arrived, Driver, StepRecord, UpdateWindow
 from rlctl.loop.prompt_evaluation import PromptEvaluation
 from rlctl.loop.residency import Residency
 from rlctl.loop.step_metrics import Updates
-from rlctl.recipes.reference import PrecomputedReference, Reference
+from rlctl.recipes.reference import PrecomputedReference, Reference, unlike_rows
 from specs.errors import NotFiniteError
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.metric import Metric, metrics
@@ -107,7 +107,8 @@ class RowsRecipe(Driver):
         """Return rows with the KL that the actor now has from the reference, where the objective reads that."""
         if self.reference is None or not self.spec.objective.needs_kl:
             return rows
-        return rows.with_columns(kl_B=self.reference.kl(self, rows, step))
+        unlike = unlike_rows(rows, self.spec.data.max_tokens)
+        return rows.with_columns(kl_B=self.reference.kl(self, unlike, step))
 
     def learn(self, batch: Batch, step: int) -> dict[RoleName, list[step_metrics.RankReport]]:
         """Take the optimizer step on these rows."""

@@ -146,9 +146,12 @@ def test_the_kl_is_estimated_with_the_completions_of_other_rows() -> None:
             "loss_mask_T": np.array([0, 0, 1, 0, 0, 1, 1], dtype=np.uint8),
         }
     )
-    unlike = unlike_rows(rows)
+    unlike = unlike_rows(rows, 4)
     assert [each.tolist() for each in unlike.sequences("tokens_T")] == [[1, 2, 8, 9], [3, 4, 7]]
     assert [each.tolist() for each in unlike.sequences("loss_mask_T")] == [[0, 0, 1, 1], [0, 0, 1]]
+    short = unlike_rows(rows, 3)
+    assert [each.tolist() for each in short.sequences("tokens_T")] == [[1, 2, 8], [3, 4, 7]]
+    assert [each.tolist() for each in short.sequences("loss_mask_T")] == [[0, 0, 1], [0, 0, 1]]
 
 
 def test_a_pair_that_fits_no_micro_batch_is_refused_at_the_start(tmp_path: Path) -> None:
