@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.algorithms.algorithm import FunctionLoss
+from specs.schema.algorithms.algorithm import Algorithm, FunctionLoss
 from specs.schema.algorithms.algorithm_tables import ActorCritic, ClipCovLoss, Gae
 from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.recipes import RlSpec
@@ -45,10 +45,14 @@ def algorithm_warnings(spec: RlSpec) -> Iterator[Problem]:
     if isinstance(algorithm, ActorCritic) and algorithm.value_clip is not None and algorithm.on_policy:
         message = f"does nothing: {_ONE_UPDATE} no value has moved yet"
         yield Problem("algorithm.value_clip", message, f"{_MORE_UPDATES}leave it out")
-    needs_teacher = algorithm.advantage.needs_teacher and not getattr(algorithm, "reward_coef", 0.0)
-    if needs_teacher and (not teacher or same_source(teacher, spec.model.path)):
+    if _only_teacher(algorithm) and (not teacher or same_source(teacher, spec.model.path)):
         message = f"the teacher of {algorithm.kind} is the actor's own start, so nothing is learned"
         yield Problem("ref.model", message, "name a trained model with the actor's tokenizer")
+
+
+def _only_teacher(algorithm: Algorithm) -> bool:
+    """Tell whether nothing is learned from rewards."""
+    return algorithm.advantage.needs_teacher and not getattr(algorithm, "reward_coef", 0.0)
 
 
 def _reference(spec: RlSpec) -> Iterator[Problem]:
@@ -77,6 +81,9 @@ def _kl(spec: RlSpec) -> Iterator[Problem]:
         message = "as a loss its gradient is zero in expectation (the mean of ∇ log p over the policy's own samples)"
         hint = 'use k2, k3 or k3-straight-through, or set algorithm.kl_in = "reward"'
         yield Problem("algorithm.kl_estimator", message, hint)
+    if in_reward and _only_teacher(algorithm):
+        message = "subtracts the KL from rewards, and with algorithm.reward_coef = 0 none is learned from"
+        yield Problem("algorithm.kl_in", message, 'set algorithm.kl_in = "loss", or algorithm.reward_coef above 0')
     if estimator.endswith("straight-through") and in_reward:
         message = "has the gradient of another estimator, and no gradient passes through a reward"
         yield Problem("algorithm.kl_estimator", message, f"use {estimator[:2]}")
