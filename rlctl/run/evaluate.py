@@ -20,7 +20,7 @@ from rlctl.processes.placement import Plan
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.export import find
 from rlctl.run.interrupt import Interrupt
-from rlctl.run.lineage import SpecSource, spec_source
+from rlctl.run.lineage import SpecSource, check_same_base, spec_source
 from rlctl.run.resume import check_fits, held_out
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.run_exports import export_missing, with_run_exports
@@ -158,6 +158,7 @@ def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: E
         progress.follow(groups.moving)
         driver = start(run, plan, groups, UpdateWindow(), progress)
         if checkpoint is not None:
+            check_same_base(run.spec, run.as_built, checkpoint)
             lead = run.spec.lead
             groups[lead].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / lead)))
             progress.message(f"weights of {checkpoint.path}")

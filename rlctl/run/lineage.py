@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run import checkpoints
 from rlctl.run.resume import check_fits
 from rlctl.show.journal import read_journal
@@ -103,6 +104,17 @@ def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
         hint = f"steps are counted on from there: raise run.steps above {step}, e.g. --set run.steps={2 * step}"
         raise UsageError(f"{option}that is step {step}, and run.steps = {spec.run.steps}", hint=hint)
     return Fork(run, step)
+
+
+def check_same_base(spec: Spec, as_built: Path, checkpoint: checkpoints.Checkpoint) -> None:
+    """Raise CheckpointError where a checkpoint's adapters learned beside other weights than its roles have here."""
+    theirs = read_starting_weights(checkpoint.path.parents[1] / as_built.name)
+    here = read_starting_weights(as_built)
+    for role, _ in spec.adapters():
+        same_dtype = checkpoint.manifest["roles"][role]["dtype"] == spec.dtype(role)
+        if same_dtype and theirs.get(role, here[role]) != here[role]:
+            message = f"{checkpoint.path}: the {role}'s adapters learned beside other weights than those at"
+            raise CheckpointError(f"{message} {spec.model_path(role)}", hint="name the model that its run began with")
 
 
 def saved_roles(spec: Spec) -> list[RoleName]:

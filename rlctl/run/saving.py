@@ -15,7 +15,7 @@ from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import model_paths
 from rlctl.run import checkpoints
-from rlctl.run.lineage import Fork, saved_roles
+from rlctl.run.lineage import Fork, check_same_base, saved_roles
 from rlctl.run.resume import about_model, check_fits
 from rlctl.run.run_dir import RunDir
 from rlctl.show.metrics_file import read_metrics
@@ -128,6 +128,7 @@ class Saver:
         """Give the roles what a checkpoint of another run holds: weights and optimizer state, and which prompts come
         next. Returns its step, from which this run counts on, and its learning rates too."""
         checkpoint = fork.checkpoint(self.spec, self.run.spec_dir)
+        check_same_base(self.spec, self.run.as_built, checkpoint)
         self._load(checkpoint, forked_at=fork.step)
         driver.begin_at(checkpoint.path / "driver", checkpoint.state)
         checkpoint.pin.release()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from running import finish, preset, settings, trained, warm_python
+from running import finish, preset, settings, trained, warm_python, warm_rlctl
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +48,16 @@ def test_exports_are_proven(finished, tmp_path, only):
     if only:  # the adapters may be pushed: nothing of this machine is in them
         assert "/" not in json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert json.loads((tmp_path / "out" / "rlctl_export.json").read_text())["proof"]["greedy_tokens"] > 8
+
+
+def test_adapters_are_refused_beside_weights_that_they_did_not_learn_beside(finished, tmp_path, repo_root: Path):
+    spec, run, _ = finished
+    warm_python(repo_root / "scripts" / "tiny_model.py", tmp_path / "model", "--kind", "digits", "--weights", "8")
+    other = (*LORA, *settings(f'model.path="{tmp_path / "model"}"', "run.steps=4"))
+    for command in (
+        ("train", spec, "--run-dir", tmp_path / "fork", "--from", run, *other),
+        ("eval", run, spec, "--out", tmp_path / "eval", *other),
+    ):
+        done = warm_rlctl(*command)
+        assert done.returncode == 2
+        assert "the actor's adapters learned beside other weights than those at" in done.stderr
