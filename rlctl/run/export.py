@@ -21,6 +21,7 @@ from rlctl.run import checkpoints
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.publish.hub_push import find_repo, push
 from rlctl.run.publish.model_card import ExportedModel, model_card
+from rlctl.run.run_dir import FULL
 from specs.errors import CheckpointError, ExportError, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
@@ -84,8 +85,9 @@ def export(
             sizes["memory_bytes"] = int(memory_GiB * 2**30) if memory_GiB else psutil.virtual_memory().available // 2
             proof = _export(exported, folder, out_dir, sizes, lambda text: status.update(Text(text)))
     except OSError as error:
+        kind = ExportError if error.errno in FULL else UsageError
         problem = f"{out_dir} cannot be written: {error.strerror or error}"
-        raise ExportError(problem, hint="nothing was exported; free some space, or name another folder") from None
+        raise kind(problem, hint="nothing was exported; make room there, or name another folder") from None
     console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}, in {dtype}{why}")
     console.print(_proven(proof, adapter_only))
     if repo is not None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from rich.text import Text
 
+from rlctl.run.run_dir import FULL
 from rlctl.run.run_lock import owner_of
-from rlctl.show.report import write_report
+from rlctl.show.report import render
 from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
 from rlctl.show.report_page import write_page
 from rlctl.show.screen import progress_screen
 from rlctl.show.text_format import columns
-from specs.errors import RlctlError, RunDirError
+from specs.errors import RlctlError, RunDirError, UsageError
 from specs.terminal import json_text
 
 REPORT_S = 30.0  # between two writings of the report of a run
@@ -50,17 +51,15 @@ class RunningReport:
 
 
 def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False) -> Path:
-    """Write the page, say where it is, and return that. Raises RunDirError where one of them is no run."""
+    """Write the page, say where it is, and return that. Raises UsageError, or RunDirError where one is no run."""
     for run_dir in run_dirs:
         if not (run_dir / "resolved.json").is_file():
-            raise RunDirError(
-                f"{run_dir} is not a run directory", hint="name run directories, as `rlctl train` makes them"
-            )
+            raise RunDirError(f"{run_dir} is not a run directory", hint="name folders that `rlctl train` made")
     screen, goes_on, tables = progress_screen(as_json=as_json), "", []
     if len(run_dirs) == 1:
         (run_dir,) = run_dirs
         target, running = out or run_dir / "report.html", bool(owner_of(run_dir))
-        written = write_report(run_dir, running=running, target=out) is not None
+        refused = write_page(target, render(run_dir, running=running, target=target))
         goes_on = "; the run is not over" + ("" if out else ", and writes it again") if running else ""
     else:
         target, runs = out or Path("comparison.html"), read_runs(run_dirs)
@@ -68,9 +67,10 @@ def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False)
             if rows:
                 tables.append([dict(zip(headings, row, strict=True)) for row in rows])
                 screen.print(Text(columns(headings, rows, left=1) + "\n"), soft_wrap=True)
-        written = write_page(target, render_comparison(runs, target))
-    if not written:
-        raise RlctlError(f"{target} cannot be written", hint="name another file with --out")
+        refused = write_page(target, render_comparison(runs, target))
+    if refused:
+        kind = RlctlError if refused.errno in FULL else UsageError
+        raise kind(f"{target} cannot be written: {refused.strerror}", hint="name another file with --out")
     screen.print(f"wrote {target}{goes_on}", soft_wrap=True)
     if as_json:
         print(json_text({"page": str(target), "tables": tables}))

@@ -23,8 +23,8 @@ from specs.json_file import read_object, write_object
 from specs.load.overrides import as_run
 from specs.schema.spec import Spec
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_DISK_ERRORS = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_ERRORS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
 
 
 class RunDir:
@@ -186,7 +186,7 @@ def explained_disk_errors(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         file = str(error.filename or "")
-        if error.errno in _FULL:
+        if error.errno in FULL:
             hint = "nothing older was lost: free some space, then run the same command with --resume"
             raise RlctlError(f"the disk of {run_dir} is full: {error}", hint=hint) from None
         if not file.startswith(str(run_dir)) and error.errno not in _DISK_ERRORS:

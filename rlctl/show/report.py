@@ -62,7 +62,7 @@ def write_report(run_dir: Path, *, running: bool = False, target: Path | None = 
     must see is the run's own.
     """
     target = target or run_dir / "report.html"
-    return target if write_page(target, render(run_dir, running=running, target=target)) else None
+    return None if write_page(target, render(run_dir, running=running, target=target)) else target
 
 
 def render(run_dir: Path, *, running: bool = False, target: Path | None = None) -> str:

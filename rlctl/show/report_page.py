@@ -62,14 +62,14 @@ def note(text: str) -> str:
     return f'<p class="note">{html(text)}</p>'
 
 
-def write_page(target: Path, text: str) -> bool:
-    """Write a page atomically; return False where the disk refuses."""
-    partial = target.with_name(target.name + ".partial")
+def write_page(target: Path, text: str) -> OSError | None:
+    """Write a page atomically; return the error where the disk refuses."""
+    partial = target.parent / f"{target.name}.partial"
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
         os.replace(partial, target)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        return False
-    return True
+        return error
+    return None

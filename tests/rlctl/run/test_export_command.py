@@ -143,5 +143,6 @@ def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):
         with pytest.raises(error, match=told):
             export(run, tmp_path / "out", None, "actor")
     manifest.write_text(json.dumps({**content, "files": {**content["files"], "actor/greedy_proof.json": mark}}))
-    with pytest.raises(UsageError, match="already exists"):
-        export(run, tmp_path, None, "actor")
+    for out, told in ((tmp_path, "already exists"), (manifest / "out", "cannot be written: ")):
+        with pytest.raises(UsageError, match=told):
+            export(run, out, None, "actor")

@@ -9,6 +9,7 @@ import pytest
 from rlctl.run import report_command
 from rlctl.run.report_command import RunningReport
 from rlctl.run.run_lock import RunLock
+from specs.errors import UsageError
 
 
 def test_a_running_page_is_there_once_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +29,10 @@ def test_a_running_page_is_there_once_it_is_waited_for(tmp_path: Path, monkeypat
     due.close()
     assert not page.exists(), "no more than a hundredth of the time"
     lock.release()
+
+
+def test_a_page_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    (page := tmp_path / "resolved.json").write_text("{}")
+    for out in (page / "x.html", tmp_path, Path()):
+        with pytest.raises(UsageError, match="cannot be written: "):
+            report_command.report([tmp_path], out)
