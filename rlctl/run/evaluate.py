@@ -86,11 +86,11 @@ def evaluate(
     errors += fit_problems(spec, source.folder, here=True)[0]
     if errors:
         raise SpecError(errors)
-    export_missing(spec, source.folder)
+    screen, shown = Screen(outlives=True), progress_screen(as_json=as_json, quiet=quiet)
+    export_missing(spec, source.folder, shown)
     run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))
     plan = plan_for_hosts(spec, source.folder, run.path)
     run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])
-    screen, shown = Screen(outlives=True), progress_screen(as_json=as_json, quiet=quiet)
     total = sum(one.samples for one in spec.evaluations)
     try:
         with explained_disk_errors(run.path), EvalProgress(Path(what).name, total, shown) as progress, journaled(run):

@@ -19,6 +19,7 @@ from rlctl.preflight.file_problems import file_problems
 from rlctl.run.checkpoints import run_and_step, step_path, steps_in
 from rlctl.run.run_lock import LOCK
 from rlctl.show.journal import read_journal
+from rlctl.show.screen import Screen
 from specs.errors import Problem, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
@@ -106,11 +107,10 @@ def _learners(manifest: Mapping[str, Any]) -> Sequence[RoleName]:
     return [role for role in ROLES if role in roles] if isinstance(roles, dict) else []
 
 
-def export_missing(spec: Spec, spec_dir: Path) -> None:
-    """Export the checkpoints that the run's roles begin with, where that is not done. Raises CheckpointError,
-    ExportError or UsageError."""
+def export_missing(spec: Spec, spec_dir: Path, screen: Screen | None = None) -> None:
+    """Export the checkpoints that the run's roles begin with, where that is not done, and show it on `screen`. Raises
+    CheckpointError, ExportError or UsageError."""
     from rlctl.run.export import export
-    from rlctl.show.screen import Screen
 
     for path in dict.fromkeys(map(spec.model_path, spec.roles)):
         found = RunExport.of(os.path.abspath(spec_dir / Path(path).expanduser()))
@@ -119,7 +119,7 @@ def export_missing(spec: Spec, spec_dir: Path) -> None:
         try:
             with _alone_in(found.folder.parent):
                 if not found.folder.is_dir():
-                    export(found.run, found.folder, found.step, found.role, screen=Screen(stderr=True, highlight=True))
+                    export(found.run, found.folder, found.step, found.role, screen=screen)
         except OSError as error:
             way_out = f"rlctl export-checkpoint {found.run} OUT --step {found.step} --role {found.role}"
             message = f"{found.folder.parent} cannot be written to: {error.strerror}"

@@ -83,7 +83,7 @@ def train(
         errors += fit_problems(spec, source.folder, here=True)[0]
         if errors:
             raise SpecError(errors)
-        export_missing(spec, source.folder)
+        export_missing(spec, source.folder, screen)
         plan = plan_for_hosts(spec, source.folder, run.path, lambda text: print(text, file=sys.stderr, flush=True))
         fork = fork_from(fork_of, spec, notes.append) if fork_of else None
         if fork is not None:
