@@ -14,7 +14,7 @@ from rlctl.run import report_command
 from rlctl.run.train import train as run
 from rlctl.show import eval_keys
 from rlctl.show.metrics_file import read_metrics, read_samples
-from specs.errors import RunDirError
+from specs.errors import RunDirError, UsageError
 from specs.load.overrides import assignments
 
 
@@ -76,7 +76,10 @@ def export(run: str | PathLike[str], out: str | PathLike[str], *, step: int | No
 
 
 def report(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
-    """Write the page of a run, also while it runs, or of several one that compares them; return where it is."""
+    """Write the page of a run, also while it runs, or of several one that compares them; return where it is.
+    Raises `specs.errors.RlctlError`."""
+    if not runs:
+        raise UsageError("no run is named", hint="name directories of runs, as `rlctl.train` returns them")
     return report_command.report([Path(one) for one in runs], Path(out) if out is not None else None)
 
 

@@ -62,6 +62,8 @@ def export(
 
     from rlctl.show.screen import Screen
 
+    if dtype and dtype not in _DTYPES.values():
+        raise UsageError(f"no export can be in {dtype}", hint=f"dtype is one of {', '.join(_DTYPES.values())}")
     console = screen or Screen(highlight=True)
     with console.status("checking the checkpoint"):
         checkpoint = find(run_dir, step)
@@ -74,10 +76,9 @@ def export(
     dtype, why = (dtype, "") if dtype else own_dtype(about)
     _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
     repo = find_repo(push_to_hub, public=public) if push_to_hub else None
-    name = repo.name if repo else out_dir.name
     about |= {"recipe": value_at(read_or_empty(run_dir / "resolved.json"), "run.recipe", "rl")}
     about |= {"made_from": value_at(checkpoint.manifest, ("lineage", role)) or lineage(about["model_path"])}
-    exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, name)
+    exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, (repo or out_dir).name)
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with as_ctrl_c(signal.SIGTERM), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:

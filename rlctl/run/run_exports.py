@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from rlctl.show.screen import Screen
 from specs.errors import Problem, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
-from specs.schema.roles import ACTOR, CRITIC, REF, REWARD_MODEL, ROLES, RoleName
+from specs.schema.roles import ACTOR, CRITIC, REF, REWARD_MODEL, ROLES
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -94,17 +94,13 @@ def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, nam
         message = "its checkpoints were saved without the proof that an export must repeat"
         return Problem(key, message, "resume that run, and use what it saves next", show(named))
     manifest = saved[proven[-1]]
-    role = next((role for role in wanted if role in _learners(manifest)), None)
+    learners = [role for role in ROLES if value_at(manifest, ("roles", role)) is not None]
+    role = next((role for role in wanted if role in learners), None)
     if role is None:
-        has = ", ".join(ROLES[role].title for role in _learners(manifest)) or "nothing"
+        has = ", ".join(ROLES[role].title for role in learners) or "nothing"
         hint = f"name a run that trained {ROLES[wanted[0]].title}"
         return Problem(key, f"this run trained {has}, not {ROLES[wanted[0]].title}", hint, show(named))
     return RunExport(run, role, proven[-1])
-
-
-def _learners(manifest: Mapping[str, Any]) -> Sequence[RoleName]:
-    roles = manifest.get("roles")
-    return [role for role in ROLES if role in roles] if isinstance(roles, dict) else []
 
 
 def export_missing(spec: Spec, spec_dir: Path, screen: Screen | None = None) -> None:

@@ -58,4 +58,7 @@ def test_a_script_checks_trains_and_reads(tmp_path: Path, monkeypatch: pytest.Mo
     assert rlctl.report(run, found.folder, out="both.html").is_file()
     with pytest.raises(RlctlError):
         rlctl.export(run, tmp_path / "out", step=3)
+    for call in (rlctl.report, lambda: rlctl.export(run, tmp_path / "out", dtype="fp16")):
+        with pytest.raises(UsageError, match=r"no run is named|dtype is one of bf16, fp32"):
+            call()
     assert [problem.key for problem in rlctl.check_config("sort.toml", run__stepz=4).problems] == ["run.stepz"]
