@@ -46,6 +46,14 @@ def _complete_preset(begun: str) -> list[str]:
     return [name for name in presets() if name.startswith(begun)]
 
 
+def _path(text: str) -> Path:
+    """Refuse the empty path of an unset variable, which Python takes for the current folder."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+PathOption = partial(Option, parser=_path)
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress: the result alone, and errors.")]
 SpecFile = Annotated[Path, Argument(metavar="SPEC", help="The run spec, a TOML file.")]
@@ -170,7 +178,7 @@ def check_config(
 def train(
     spec: SpecFile,
     overrides: Overrides = None,
-    run_dir: Annotated[Path | None, Option(metavar="DIR", help="Run directory; default: run.dir/run.name.")] = None,
+    run_dir: Annotated[Path | None, PathOption(metavar="DIR", help="Run directory; default: run.dir/run.name.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
     accept_changed_files: Annotated[
         bool,
@@ -220,7 +228,7 @@ def evaluate(
     ] = None,
     overrides: Overrides = None,
     step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
-    out: Annotated[Path | None, Option(metavar="DIR", help="Folder to write; default: below run.dir.")] = None,
+    out: Annotated[Path | None, PathOption(metavar="DIR", help="Folder to write; default: below run.dir.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -270,7 +278,7 @@ def sweep(
         ),
     ] = None,
     folder: Annotated[
-        Path | None, Option("--dir", metavar="DIR", help="Folder of the runs; default: run.dir/NAME-sweep.")
+        Path | None, PathOption("--dir", metavar="DIR", help="Folder of the runs; default: run.dir/NAME-sweep.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and start none.")] = False,
@@ -307,7 +315,7 @@ def report(
     run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
     out: Annotated[
         Path | None,
-        Option(
+        PathOption(
             metavar="FILE",
             help="Page to write; default: report.html in the run directory, comparison.html here for several.",
         ),
