@@ -111,7 +111,8 @@ def train(
                 progress.message(f"run directory: {run.path}")
                 with journaled(run):
                     attempt(run, plan, progress, resume=resume)
-                progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
+                reached = max(checkpoints.steps_in(run.checkpoints), default=spec.run.steps)  # may be beyond run.steps
+                progress.message(f"done: {counted(reached, 'step')}; report: {run.path / 'report.html'}")
         finally:
             run.release()
     return run.path

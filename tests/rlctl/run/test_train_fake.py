@@ -148,6 +148,7 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     kept = {"step_000003", "step_000006", "torn_step_000006", "step_000009x", "step_000003 (copy)", "backup"}
     assert {path.name for path in (halves / "checkpoints").iterdir()} == kept
     assert (halves / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    assert "done: 6 steps" in finish("train", whole, "--resume", *settings("run.steps=2")).stdout
 
 
 # ── what can die ──────────────────────────────────────────────────────────────────────────────────
