@@ -221,8 +221,7 @@ def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
     finally:
         process.kill()
         process.wait()
-    content = answer.read_text() if answer.is_file() else ""
-    result = json.loads(content) if content else {}  # empty: no room for a word
+    result = read_or_empty(answer)  # without room for a word it is empty
     if "proof" in result:
         return dict(result["proof"])
     if "error" in result:

@@ -23,6 +23,7 @@ from rlctl.show.screen import Screen
 from specs.errors import Problem, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
+from specs.schema.engines.engine_registry import own_kinds
 from specs.schema.roles import ACTOR, CRITIC, REF, REWARD_MODEL, ROLES
 from specs.schema.spec import Spec
 from specs.text import show
@@ -94,6 +95,8 @@ def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, nam
         message = "its checkpoints were saved without the proof that an export must repeat"
         return Problem(key, message, "resume that run, and use what it saves next", show(named))
     manifest = saved[proven[-1]]
+    if getattr(own_kinds("train").get(str(manifest.get("engine"))), "model_of", "") == "bigram":
+        return Problem(key, "its engine is fake: there is no model", "name a run that trained a model", show(named))
     learners = [role for role in ROLES if value_at(manifest, ("roles", role)) is not None]
     role = next((role for role in wanted if role in learners), None)
     if role is None:

@@ -56,6 +56,7 @@ def test_a_script_checks_trains_and_reads(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.folder / "eval.jsonl").is_file()
     assert rlctl.report(run) == run / "report.html"
     assert rlctl.report(run, found.folder, out="both.html").is_file()
+    assert "engine is fake" in rlctl.check_config("sort.toml", model__path=str(run)).problems[0].message
     with pytest.raises(RlctlError):
         rlctl.export(run, tmp_path / "out", step=3)
     for call in (rlctl.report, lambda: rlctl.export(run, tmp_path / "out", dtype="fp16")):
