@@ -78,8 +78,7 @@ def evaluate(
         raise UsageError(message, hint="name the model that it started from in ref.model")
     checkpoint = find(run_dir, step) if run_dir else None
     done = checkpoint.step if checkpoint else 0
-    if run_dir is not None and checkpoint is not None:
-        check_fits(checkpoint.manifest, spec, source.folder)
+    if run_dir is not None:
         _check_held_out(run_dir, spec)
     spec = without_learning(spec, adapters=run_dir is not None)
     errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out)
@@ -88,6 +87,8 @@ def evaluate(
         raise SpecError(errors)
     screen, shown = Screen(outlives=True), progress_screen(as_json=as_json, quiet=quiet)
     export_missing(spec, source.folder, shown)
+    if checkpoint is not None:
+        check_fits(checkpoint.manifest, spec, source.folder)
     run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))
     plan = plan_for_hosts(spec, source.folder, run.path)
     run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])
