@@ -97,7 +97,7 @@ def may_change(key: str) -> bool:
     """Tell whether a resume takes another value of a dotted key. docs/checkpoints.md has a table of these."""
     role, _, own_key = key.partition(".")
     if _is_frozen(role):
-        return own_key != "model"
+        return own_key not in ("model", "dtype")
     return _is_of(key, _MAY_CHANGE) or (role in ROLES and _is_of(own_key, _OF_A_ROLE))
 
 

@@ -70,15 +70,16 @@ def test_rows_that_are_held_out_of_training_stay_so(tmp_path, before, after, row
 
 
 @pytest.mark.parametrize(
-    ("changes", "refused"),
+    ("was", "changes", "refused"),
     [
-        (["ref.processes=2"], []),
-        (['ref.model="builtin:tiny-bytes"'], ['ref.model: unset → "builtin:tiny-bytes"']),
+        ([], ["ref.processes=2"], []),
+        (["ref.dtype=fp32"], ["ref.dtype=bf16"], ['ref.dtype: "fp32" → "bf16"']),
+        ([], ['ref.model="builtin:tiny-bytes"'], ['ref.model: unset → "builtin:tiny-bytes"']),
     ],
 )
-def test_the_reference_may_move_but_not_become_another(tmp_path, changes, refused):
+def test_the_reference_may_move_but_not_become_another(tmp_path, was, changes, refused):
     spec = preset("quickstart", tmp_path)
-    before = load_spec(spec, ["algorithm.kl_coef=0.1"]).resolved()
+    before = load_spec(spec, ["algorithm.kl_coef=0.1", *was]).resolved()
     after = load_spec(spec, ["algorithm.kl_coef=0.1", *changes]).resolved()
     assert differences(before, after)[0] == refused
 
