@@ -77,6 +77,7 @@ def test_sleep_frees_the_device_and_waking_changes_nothing(tmp_path: Path, devic
         assert asleep[-1] - asleep[1] < 2**-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 9], ids=["whole", "window"])
 @pytest.mark.parametrize("device", on_cpu_and_gpu())
 def test_decode_graphs_write_what_eager_steps_write(

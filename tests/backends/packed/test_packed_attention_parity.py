@@ -42,6 +42,7 @@ def folder_of(name: str, tmp_path: Path) -> Path:
 # ── the reference: flex_attention, which has no gradient on the CPU ───────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-digits", "mistral", "gemma2"])
 def test_flex_attention_scores_as_eager_does(tmp_path: Path, name: str) -> None:
     """gemma2 has softcap, full layers and sliding ones."""
