@@ -65,9 +65,11 @@ def note(text: str) -> str:
 def write_page(target: Path, text: str) -> OSError | None:
     """Write a page atomically; return the error where the disk refuses."""
     partial = target.parent / f"{target.name}.partial"
+    into = target if target.exists() and not target.is_file() else partial  # a device is written to, not replaced
     try:
-        partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
-        os.replace(partial, target)
+        into.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        if into is partial:
+            os.replace(partial, target)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

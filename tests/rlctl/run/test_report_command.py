@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rlctl.run import report_command
 from rlctl.run.report_command import RunningReport
 from rlctl.run.run_lock import RunLock
+from rlctl.show.report_page import write_page
 from specs.errors import UsageError
 
 
@@ -29,6 +31,14 @@ def test_a_running_page_is_there_once_it_is_waited_for(tmp_path: Path, monkeypat
     due.close()
     assert not page.exists(), "no more than a hundredth of the time"
     lock.release()
+
+
+def test_a_page_goes_into_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as end:
+        write_page(pipe, "a page")
+        assert end.read(6) == b"a page"
+    assert pipe.is_fifo()
 
 
 def test_a_page_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
