@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rlctl.preflight.reward_files import scorer_code
@@ -24,15 +26,15 @@ from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
 
 
-def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path, say: Callable[[str], None] = lambda text: None) -> Plan:
+def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
     """Return the plan of a run that is about to start. With roles on several hosts it holds these, each checked; one
-    that is not there yet is checked before its ranks start. `say` hears what a person waits for. Raise SpecError."""
+    that is not there yet is checked before its ranks start. What it waits for is on stderr. Raise SpecError."""
     check_slurm(spec, os.environ)
     if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
     cluster = _cluster(spec)
     try:
-        cluster.reserve(say)
+        cluster.reserve(partial(print, file=sys.stderr, flush=True))
         plan = make_plan(spec, spec_dir, address=cluster.address, names=cluster.names)
         hosts = remote_hosts(spec, plan, spec_dir, cluster.names)
         questions = _questions(spec, spec_dir, plan)

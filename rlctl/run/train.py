@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,7 +83,7 @@ def train(
         if errors:
             raise SpecError(errors)
         export_missing(spec, source.folder, screen)
-        plan = plan_for_hosts(spec, source.folder, run.path, lambda text: print(text, file=sys.stderr, flush=True))
+        plan = plan_for_hosts(spec, source.folder, run.path)
         fork = fork_from(fork_of, spec, notes.append) if fork_of else None
         if fork is not None:
             fork.checkpoint(spec, source.folder).pin.release()  # whether it fits is found before anything is made
