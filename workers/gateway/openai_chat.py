@@ -33,10 +33,11 @@ class OpenAIChat(OpenAIWire):
         if body.get("n") not in (None, 1):
             raise RefusedRequest("n > 1 is not supported: ask once for each answer")
         options = body.get("stream_options") or {}
+        limit = body.get("max_completion_tokens")
         return ChatRequest(
             messages=merged([_message(one) for one in list_of(body.get("messages"), "messages")]),
             tools=tuple(filter(None, map(_tool, list_of(body.get("tools"), "tools")))),
-            max_tokens=tokens_of(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
+            max_tokens=tokens_of(body.get("max_tokens") if limit is None else limit, "max_tokens"),
             usage=bool(table_of(options, "stream_options").get("include_usage")),
         )
 

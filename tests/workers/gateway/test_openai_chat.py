@@ -88,7 +88,8 @@ def test_thoughts_travel_apart() -> None:
 def test_limits_of_the_client() -> None:
     async def test() -> None:
         async with serving([f"abcdefgh{END}"]) as served:
-            reply = await client(served).chat.completions.create(model="m", messages=asked(), max_tokens=3)
+            limits = {"max_tokens": 3, "max_completion_tokens": None}
+            reply = await client(served).chat.completions.create(model="m", messages=asked(), **limits)
             assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("abc", "length")
             models = await client(served).models.list()
             assert [model.id for model in models.data] == ["rlctl"]
