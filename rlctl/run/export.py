@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -81,7 +80,7 @@ def export(
     exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, (repo or out_dir).name)
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
-        with as_ctrl_c(signal.SIGTERM), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
+        with as_ctrl_c(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
             sizes = {"shard_bytes": int(shard_GB * 1e9)}
             sizes["memory_bytes"] = int(memory_GiB * 2**30) if memory_GiB else psutil.virtual_memory().available // 2
             proof = _export(exported, folder, out_dir, sizes, lambda text: status.update(Text(text)))

@@ -56,13 +56,13 @@ class Interrupt:
 
 
 @contextmanager
-def as_ctrl_c(*numbers: signal.Signals) -> Iterator[None]:
-    """Raise KeyboardInterrupt for these signals, as Ctrl-C does; those that are ignored stay so."""
+def as_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM and a closed terminal, as Ctrl-C does; a SIGHUP that is ignored stays so."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in _heard(*numbers)}
+    before = {number: signal.signal(number, interrupt) for number in _heard(signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -51,6 +50,8 @@ def serve(
     context = context or min(CONTEXT, room)
     if context > room:
         raise UsageError(f"--context {context}: the model takes {room} tokens", hint=f"use at most {room}")
+    if out.is_dir():
+        raise UsageError(f"--out {out}: that is a folder", hint="name a file")
     out.parent.mkdir(parents=True, exist_ok=True)
     asked = {
         "rollout": {
@@ -104,7 +105,7 @@ def _run(config: str) -> int:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdin is not None
     try:
-        with as_ctrl_c(signal.SIGTERM):
+        with as_ctrl_c():
             process.stdin.write(config)
             process.stdin.close()
             return process.wait()

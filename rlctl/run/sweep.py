@@ -227,7 +227,7 @@ class Runs:
     def all(self) -> bool:
         """Run until none is left. Returns whether a person ended it; then every run has saved what it reached."""
         waiting = deque(trial.name for trial in self.table.trials.values() if trial.state in ("waiting", "begun"))
-        with as_ctrl_c(signal.SIGTERM, signal.SIGHUP), self.table:
+        with as_ctrl_c(), self.table:
             try:
                 while waiting or self._running:
                     while waiting and len(self._running) < self.jobs:

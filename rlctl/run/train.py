@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -67,7 +66,7 @@ def train(
     whose weights and optimizer state the run begins with. Returns the run directory; every failure is an RlctlError
     with its own exit code."""
     _check_options(resume, accept_changed_files, fork_of)
-    with as_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+    with as_ctrl_c():
         source = spec_source(spec_path, resume=resume)
         if source.run_dir and run_dir and run_dir.absolute() != source.run_dir:
             raise UsageError(f"--run-dir {run_dir}: the run is in {source.run_dir}", hint="leave out --run-dir")
