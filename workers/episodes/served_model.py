@@ -35,6 +35,7 @@ from workers.environments.environment_pool import Described
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode_runner import gateway_for_agents
 from workers.episodes.trajectory import Sample, SampledTurn, Task
+from workers.watchdog import die_with_parent
 
 _WRITE_EVERY_S = 10.0
 _UNLIMITED = 10**9
@@ -125,8 +126,7 @@ class Served:
         renderer = renderer_of(codec)
         self._chats = ChatsByTools(codec, renderer)
         self._requests = 0
-        self._before = Path(config.out).read_text(encoding="utf-8") if Path(config.out).exists() else ""
-        self._written = self._before
+        self._written = b""
         self.gateway = gateway_for_agents()
         self.episodes: list[AgentEpisode] = []
         self._section = EnvironmentSection(
@@ -177,20 +177,28 @@ class Served:
                     yield {"messages": [*turn.request.messages, turn.turn.message], **tools}
 
     def write(self) -> None:
-        """Write the rows behind those that were there, where any is new."""
-        text = self._before + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
-        if text != self._written:
-            new = Path(f"{self._config.out}.new")
-            new.write_text(text, encoding="utf-8", errors="replace")
-            os.replace(new, self._config.out)
-            self._written = text
+        """Write the rows, where any is new. Raises OSError; then the next call tries again."""
+        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows()).encode(errors="replace")
+        if rows != self._written:
+            write_among(Path(self._config.out), rows, self._written)
+            self._written = rows
+
+
+def write_among(out: Path, rows: bytes, before: bytes) -> None:
+    """Write rows into a file that others write, too: in place of those that were written `before`, else at its end."""
+    there = out.read_bytes() if out.exists() else b""
+    kept, found, behind = there.partition(before) if before else (there, b"", b"")
+    new = out.with_name(f"{out.name}.{os.getpid()}")
+    new.write_bytes(kept + (b"" if found or kept.endswith(b"\n") or not kept else b"\n") + rows + behind)
+    os.replace(new, out)
 
 
 async def serve(config: ServeConfig) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal comes, or `rlctl serve` is killed."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, over.set)
+    die_with_parent(signal.SIGTERM)
     served = Served(config, SamplerThread(build_sampler(config.rollout), loop))
     await served.start()
     address = f"http://{config.host}:{served.gateway.port}"
@@ -203,7 +211,10 @@ async def serve(config: ServeConfig) -> None:
     while not over.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), _WRITE_EVERY_S)
-        served.write()
+        try:
+            served.write()
+        except OSError as error:
+            print(f"warning: {config.out} cannot be written: {error.strerror}; it is tried again", file=sys.stderr)
     await served.gateway.close()
 
 

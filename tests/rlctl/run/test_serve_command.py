@@ -72,7 +72,7 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
         with stranger, pytest.raises(openai.AuthenticationError):
             stranger.models.list()
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)  # its terminal is closed
         rest, _ = process.communicate(timeout=30)
     assert process.returncode == 0, log + rest
     rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
@@ -91,11 +91,24 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
         (TINY, {"step": 3}, "is not a run directory"),
         (TINY, {"host": "0.0.0.0"}, "without a key"),
         (TINY, {"context": 10**6}, "the model takes"),
+        (TINY, {"out": Path()}, "that is a folder"),
     ],
 )
 def test_a_wrong_call_starts_nothing(tmp_path: Path, what: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        serve(what, tmp_path / "rows.jsonl", **options)
+        serve(what, **{"out": tmp_path / "rows.jsonl", **options})
+
+
+def test_rows_are_written_among_those_of_others(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    out.write_bytes(b"a line without an end \xff")
+    served_model.write_among(out, b"mine\n", b"")
+    served_model.write_among(out, b"theirs\n", b"")
+    served_model.write_among(out, b"mine\nmine too\n", b"mine\n")
+    assert out.read_bytes().splitlines() == [b"a line without an end \xff", b"mine", b"mine too", b"theirs"]
+    out.unlink()
+    served_model.write_among(out, b"new\n", b"mine\nmine too\n")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new\n"]
 
 
 def test_an_error_says_its_hint_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
