@@ -101,6 +101,7 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
             given["train_test_split"] = Code(ast.unparse(call))
         elif _CALLS.fullmatch(name):
             calls.add(name)
+            given |= {"r": 8, "lora_alpha": 8} if name == "LoraConfig" else {}  # peft's own
             sources |= {key.arg: key.value for key in call.keywords if key.arg in ("train_dataset", "eval_dataset")}
             model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)
             given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}

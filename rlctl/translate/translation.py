@@ -49,9 +49,16 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     source = translation_table("sources")[kind]
     recipe = RECIPES[source["recipe"]]
     made = Translation(recipe, name, {"run.recipe": source["recipe"], **source["set"]})
-    defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, given)}
+    defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, dict.fromkeys(given, True))}
+    unlimited = {key: None for key in given if given[key] is None and _last(key) in source["defaults"]}
     given = {key: value for key, value in {**given, **defaults}.items() if value not in (None, {})}
+    for key in [key for key, value in given.items() if (_last(key), value) == ("max_steps", -1)]:
+        made.dropped[key] = (f"{key} = {given.pop(key)}", "epochs are counted")
     used: set[str] = set()  # their keys in formulas
+    steps = _named("max_steps", given, set())
+    for key, value in given.items():
+        if key.endswith("_steps") and isinstance(value, float) and 0 < value < 1:  # a share of all
+            given[key] = value * steps if isinstance(steps, int) else Code(f"{value} of all steps")
     derived = {key: _computed(formula, given, used) for key, formula in source.get("derived", {}).items()}
     given |= {key: value for key, value in derived.items() if value is not None and not _ending(key, given)}
     by_hand = []
@@ -76,8 +83,15 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             made.dropped[key] = (shown, f"{own} = {_shown(made.values[own])} is given")
         else:
             made.note(own, f"{shown}: {remark}")
+    for key, row in _in_order(unlimited, recipe):
+        if row is not None and row.ours:
+            made.note(row.of_roles([recipe.lead, *key.split(".")], recipe)[-1], f"{key} is null: no limit there")
     for key in used & made.dropped.keys():
         made.translated[key] = (made.dropped.pop(key)[0], "part of another line")
+    if made.values.get(f"{recipe.lead}.lora.rank") == 0 or _named("use_peft", given, used) is False:
+        _take_out(made, Problem(f"{recipe.lead}.lora", "the whole model learns"), given.keys())
+    if _named("logger|report_to", given, set()) is not None and "tracking.N.kind" not in made.values:
+        _take_out(made, Problem("tracking.N", "no tracker is named"), set())
     sections = {key.partition(".")[0] for key in made.values} | {"checkpoint"}
     missing = {key: note for key, note in source.get("unset", {}).items() if key not in made.values}
     unset = {key: f"{key.rpartition('.')[2]} is unset: {note}" for key, note in missing.items()}
@@ -162,8 +176,8 @@ def _computed(formula: str, given: Given, used: set[str]) -> Any:
         case "text":
             return "".join(map(str, values))
         case "functions":
-            functions = values[0] if isinstance(values[0], list) else values
-            return [{"kind": "function", "path": f"rewards.py:{one}"} for one in functions]
+            names = [re.sub(r"\W+", "_", str(one)) for one in (values[0] if isinstance(values[0], list) else values)]
+            return [{"kind": "function", "path": f"rewards.py:{name}"} for name in names]
     result = values[0]
     for operator, other in zip(values[1::2], values[2::2], strict=True):
         if not isinstance(result, int | float) or not isinstance(other, int | float) or (operator, other) == ("/", 0):
@@ -183,6 +197,10 @@ def _named(names: str, given: Given, used: set[str]) -> Any:
     return None
 
 
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def _ending(name: str, given: Given) -> str:
     return next((key for key in given if f".{key}".endswith(f".{name}") and given[key] is not None), "")
 
@@ -194,7 +212,9 @@ def _put(made: Translation, key: str, value: Any) -> str:
     kinds = {annotation, *get_args(annotation)}
     if isinstance(value, str) and is_list(annotation):
         value = [value]
-    elif isinstance(value, list) and len(value) == 1 and not is_list(annotation) and ".N." not in key:
+    elif isinstance(value, list) and value and not is_list(annotation) and ".N." not in key:
+        if len(value) > 1:
+            made.note(key, f"the first of {_shown(value)}")
         value = value[0]
     if isinstance(value, float) and int in kinds and float not in kinds:
         if value != round(value):

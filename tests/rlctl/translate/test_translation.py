@@ -327,8 +327,38 @@ def test_a_person_is_asked_where_a_value_is_computed_or_missing(tmp_path: Path) 
 def test_what_a_spec_refuses_is_left_out_with_the_reason(tmp_path: Path) -> None:
     made = translated(tmp_path, "dpo.yaml", TRL_DPO.replace("lora_r: 32", "lora_r: 0"))
     assert "actor.lora.rank" not in made.values
-    assert made.dropped["lora_r"] == ("lora_r = 0", "actor.lora.rank: must be greater than 0")
-    assert made.notes["actor.lora.rank"] == ["left out: rank = 0: must be greater than 0"]
+    assert made.dropped["lora_r"] == ("lora_r = 0", "actor.lora.rank: the whole model learns")
+    assert made.notes["actor.lora.rank"] == ["left out: rank = 0: the whole model learns"]
+
+
+GRPO = "GRPOTrainer(model='m', reward_funcs={}, args=GRPOConfig(num_generations=8, {}), peft_config=LoraConfig({}))"
+VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_training_steps=5 trainer.project_name=p "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values", "note"),
+    [
+        ("a.yaml", "max_length: 8\nmax_steps: -1\nwarmup_ratio: 0.1", {"run.steps": 100}, "num_train_epochs = 3"),
+        ("a.yaml", "max_length: null\npacking: true", {"data.max_tokens": 2048}, "max_length is null: no limit there"),
+        ("a.yaml", "max_length: 8\nmax_steps: 50\nwarmup_steps: 0.1", {"actor.optimizer.warmup_steps": 5}, ""),
+        ("a.yaml", "max_length: 8\nsave_steps: 0.25", {"checkpoint.every": None}, "save_steps = 0.25 of all steps"),
+        ("a.yaml", "max_length: 8\nuse_peft: true", {"actor.lora.rank": 16, "actor.lora.alpha": 32}, ""),
+        ("a.yaml", "max_length: 8\nuse_peft: false\nlora_r: 16", {"actor.lora.rank": None}, "the whole model learns"),
+        ("a.py", GRPO.format("f", "delta=3.0", "r=16"), {"actor.lora.alpha": 8, "algorithm.dual_clip": 3.0}, ""),
+        ("a.py", GRPO.format("[f, 'some/rm']", "", ""), {"actor.lora.rank": 8, "algorithm.group_size": 8}, ""),
+        ("a.sh", VERL + "m.lora_rank=0 m.lora_alpha=16", {"actor.lora.alpha": None}, "alpha = 16: the whole"),
+        ("a.sh", VERL + "trainer.logger='[\"console\"]'", {"tracking": None}, ""),
+        ("a.sh", VERL + 'data.train_files=\'["a","b"]\'', {"data.train": "a"}, 'the first of ["a", "b"]'),
+    ],
+)
+def test_what_would_be_trained_otherwise_and_not_said(
+    tmp_path: Path, name: str, text: str, values: dict[str, Any], note: str
+) -> None:
+    made = translated(tmp_path, name, text)
+    assert {key: made.values.get(key) for key in values} == values
+    assert note in " ".join(note for notes in made.notes.values() for note in notes)
+    (tmp_path / "spec.toml").write_text(as_toml(made))
+    load_spec(tmp_path / "spec.toml")
 
 
 def test_comments_of_hostile_values_stay_comments(tmp_path: Path) -> None:
