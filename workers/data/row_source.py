@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -130,6 +131,9 @@ def _parquet(path: Path) -> Iterator[DataRow]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            twice = [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]
+            if twice:
+                raise DataError(f"{path} has two columns {twice[0]!r}", hint="rename one of them")
             for batch in file.iter_batches(PARQUET_BATCH_ROWS):
                 for values in batch.to_pylist():
                     number += 1
@@ -139,6 +143,9 @@ def _parquet(path: Path) -> Iterator[DataRow]:
         raise DataError(message, hint="write the file again") from error
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}", hint="write the file again") from error
+    except (ValueError, OverflowError) as error:  # a date after the year 9999, two fields of one name
+        message = f"{path}: one of the {PARQUET_BATCH_ROWS} rows behind row {number} holds what Python cannot: {error}"
+        raise DataError(message, hint="leave that column out, or write it as text") from error
 
 
 def _hub(source: str, split: str) -> Iterator[DataRow]:

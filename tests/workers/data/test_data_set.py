@@ -141,6 +141,35 @@ def test_parquet(tmp_path: Path, codec: TextCodec) -> None:
 
 
 @pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (lambda arrow: arrow.array([4 * 10**17], arrow.timestamp("us")), "holds what Python cannot: date value"),
+        (lambda arrow: arrow.StructArray.from_arrays([arrow.array([1])] * 2, ["a", "a"]), "duplicate field names"),
+    ],
+)
+def test_parquet_values_that_python_does_not_have(column: Any, words: str, tmp_path: Path, codec: TextCodec) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    table = arrow.table({"prompt": ["31|"], "answer": ["13"], "odd": column(arrow)})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=words) as caught:
+        table_of(tmp_path, codec, train="rows.parquet")
+    assert "leave that column out" in caught.value.hint
+
+
+def test_parquet_with_two_columns_of_one_name(tmp_path: Path, codec: TextCodec) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    columns = [arrow.array([text]) for text in ("31|", "13", "42|")]
+    table = arrow.Table.from_arrays(columns, ["prompt", "answer", "prompt"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="has two columns 'prompt'"):
+        table_of(tmp_path, codec, train="rows.parquet")
+
+
+@pytest.mark.parametrize(
     ("source", "words"),
     [
         ("missing.jsonl", "does not exist"),
