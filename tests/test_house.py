@@ -68,10 +68,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_130, 15_000, ("backends",)),
-    "four packages": (58_619, 50_000, WINGS),
+    "four packages": (58_644, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (44_754, 38_000, ("tests",)),
-    "docs": (4_021, 3_500, ("docs",)),
+    "tests with their cases": (44_800, 38_000, ("tests",)),
+    "docs": (4_022, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

@@ -62,7 +62,13 @@ class ChatRenderer:
             raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
         if "broken" in reply:
             raise self._broken(reply["broken"])
-        return str(reply["text"])
+        text = str(reply["text"])
+        for content in (message.get("content") for message in messages):
+            literal = str(content) if isinstance(content, list | dict) else ""
+            if literal and literal in text and literal != json.dumps(content, ensure_ascii=False, default=str):
+                why = f"the chat template takes no content in parts, and would write {literal[:40]}…"
+                raise ChatTemplateError(f"{why}: make it one text")
+        return text
 
     def close(self) -> None:
         process, self._process = self._process, None

@@ -12,6 +12,7 @@ from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
+_WRITTEN = ("system", "developer", "user", ASSISTANT)  # what a tool returns may be anything that a template writes
 
 
 class BadRow(ValueError):
@@ -35,9 +36,20 @@ def checked_messages(value: Any, column: str) -> list[Message]:
             raise BadRow(f"column {column!r}, message {number}: no message with role and content")
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRow(f"column {column!r}, message {number}: no content and no tool calls")
+        if message["role"] in _WRITTEN and not _is_text(message.get("content")):
+            raise BadRow(f"column {column!r}, message {number}: content is neither text nor a list of parts of text")
         if not isinstance(message.get("train"), bool | None):
             raise BadRow(f"column {column!r}, message {number}: train must be true or false")
     return value
+
+
+def _is_text(content: Any) -> bool:
+    if content is None or isinstance(content, str):
+        return True
+    parts = content if isinstance(content, list) else [content]
+    return all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    )
 
 
 def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: int = 0) -> list[int]:

@@ -54,3 +54,17 @@ def test_a_hostile_template_ends_in_an_error(template: str, why: str, monkeypatc
         chats.render(ASKED)
     assert 'data.chat = "never"' in error.value.hint
     assert time.monotonic() - began < 30
+
+
+def test_content_in_parts_is_never_written_as_python_writes_a_list() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Q"}]}]
+    takes_text = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    takes_parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    with ChatRenderer(takes_parts, {}, library=False) as chats:
+        assert chats.render(parts) == "Q"
+    with ChatRenderer("{{ messages[0].content | tojson }}", {}, library=False) as chats:
+        assert chats.render(parts) == '[{"type": "text", "text": "Q"}]'
+    with ChatRenderer(takes_text, {}, library=False) as chats:
+        assert chats.render(ASKED) == "Q"
+        with pytest.raises(ChatTemplateError, match=r"takes no content in parts, and would write \[\{'type': 'text'"):
+            chats.render(parts)

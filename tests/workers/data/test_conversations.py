@@ -120,6 +120,9 @@ def test_a_token_across_the_end_of_what_is_learned_is_refused() -> None:
         ([{"content": "x"}], "message 0: no message with role and content"),
         ([{"role": "user", "content": None}], "message 0: no content and no tool calls"),
         ([{"role": "user", "content": "x", "train": 1}], "train must be true or false"),
+        ([{"role": "user", "content": 3}], "message 0: content is neither text nor a list of parts of text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "neither text nor a list of parts"),
+        ([{"role": "assistant", "content": ["x"]}], "neither text nor a list of parts"),
         ([{"role": "user", "content": "x", "train": None}, 3], "message 1: no message"),
     ],
 )
