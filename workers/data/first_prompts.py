@@ -137,7 +137,7 @@ def _left_out(key: str, table: PromptTable, reader: RowReader) -> Iterator[Findi
     data, found = reader.data, dict[str, list[bool]]()
     for row, prompt in zip(table.rows, table.prompts, strict=True):
         for message in messages_of(prompt_of(row, data), data):
-            content = message["content"]
+            content = message.get("content")
             words = content.casefold().split() if isinstance(content, str) else []
             if words and message["role"] in ("system", "user"):
                 found.setdefault(message["role"], []).append(max(words, key=len) in prompt.casefold())
