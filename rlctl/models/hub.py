@@ -59,6 +59,16 @@ def hub_snapshot(hub_id: str, kind: Literal["models", "datasets"] = "models") ->
         return None
 
 
+def loaded_before(dataset: str) -> bool:
+    """Whether the library `datasets` has loaded a data set: only what it made of one opens without a network."""
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+
+    owner, _, name = dataset.rpartition("/")
+    folder = "___".join(filter(None, (owner, camelcase_to_snakecase(name))))
+    return any(Path(config.HF_DATASETS_CACHE).expanduser().glob(f"{folder}/*/*/*"))
+
+
 def hub_model(hub_id: str) -> HubModel | Unavailable:
     """Return a model of the local cache, else what `look_up` finds on the hub."""
     snapshot = hub_snapshot(hub_id)
@@ -66,7 +76,7 @@ def hub_model(hub_id: str) -> HubModel | Unavailable:
         return HubModel(snapshot, frozenset(file.name for file in snapshot.iterdir()))
     if offline():
         why = "no such folder, and not in the Hugging Face cache while HF_HUB_OFFLINE is set"
-        return Unavailable(why, "check the name", refused=True)
+        return Unavailable(why, f"check the name; with a network, `hf download {hub_id}` puts it there", refused=True)
     return look_up(hub_id)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
-from rlctl.models.hub import hub_snapshot, offline
+from rlctl.models.hub import hub_snapshot, loaded_before, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
 from rlctl.models.tokenizer_files import ChatTemplate, chat_template_of, load_tokenizer
 from rlctl.preflight.interpreters import own_path
@@ -83,8 +83,10 @@ def _hub(key: str, source: str, file: Path, spec_dir: Path) -> Iterator[Problem]
     hub_id = source.partition(":")[0]
     if not looks_like_hub_id(hub_id, spec_dir):
         yield not_found(key, "file", file, source)
-    elif hub_snapshot(hub_id, "datasets") is None and offline():
-        yield NotHere(key, "not in the Hugging Face cache while HF_HUB_OFFLINE is set", "check the name")
+    elif offline() and not loaded_before(hub_id):
+        load = f"import datasets; datasets.load_dataset('{hub_id}')"
+        hint = f'check the name; with a network, run `python -c "{load}"` once'
+        yield NotHere(key, "never loaded by `datasets` on this machine, and HF_HUB_OFFLINE is set", hint)
 
 
 def _to_download(key: str, source: str) -> Iterator[Problem]:

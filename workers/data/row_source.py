@@ -165,5 +165,5 @@ def _load_hub(source: str, split: str) -> Any:
         raise DataError(f"dataset {source}, split {split!r}: {error}", hint=hint) from error
     except (OSError, datasets.exceptions.DatasetsError, ImportError) as error:
         said = (str(error) or type(error).__name__).splitlines()[0]
-        hint = "check the name; without a network it must lie in the Hugging Face cache, or use a *.jsonl file"
+        hint = "check the name; without a network `datasets` must have loaded it before, or use a *.jsonl file"
         raise DataError(f"dataset {source} cannot be loaded: {said}", hint=hint) from error

@@ -58,6 +58,19 @@ def test_hub_ids_without_a_network(tmp_path: Path, model: Path, monkeypatch: pyt
     assert check(tmp_path, "model.path=some/model", "model.from_scratch=false") == ([], [])
 
 
+def test_a_data_set_opens_offline_only_where_it_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    downloaded = tmp_path / "hub" / "datasets--some--myData"  # as `hf download` leaves it, which `datasets` never reads
+    (downloaded / "snapshots" / "abc").mkdir(parents=True)
+    (downloaded / "refs").mkdir()
+    (downloaded / "refs" / "main").write_text("abc")
+    assert "never loaded by `datasets`" in only_error(tmp_path, "data.train=some/myData:main")
+    (tmp_path / "datasets" / "some___my_data" / "main" / "0.0.0" / "abc").mkdir(parents=True)
+    assert check(tmp_path, "data.train=some/myData:main") == ([], [])
+
+
 @pytest.mark.parametrize("driver", [True, False])
 def test_gpus_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool) -> None:
     monkeypatch.setattr("rlctl.preflight.file_problems.has_nvidia_driver", lambda: driver)
