@@ -101,13 +101,13 @@ def expand(overrides: Sequence[str]) -> tuple[list[str], Swept]:
         key, equals, value = text.partition("=")
         values = split_values(value) if equals else (value,)
         key = key.strip()
+        if key in swept:
+            raise UsageError(f"--set {text}: {key} is swept already", hint="write all its values in one --set")
         if len(values) == 1:
             fixed.append(text)
             continue
         if key in NOT_SWEPT:
             raise UsageError(f"--set {text}: {key} is of each run", hint="the runs are named after their values")
-        if key in swept:
-            raise UsageError(f"--set {text}: {key} is swept already", hint="write all its values in one --set")
         if len({repr(parse_value(value)) for value in values}) < len(values):
             raise UsageError(f"--set {text}: a value is there twice", hint="name each once: it would count twice")
         swept[key] = values
@@ -145,6 +145,7 @@ def plan(
     trials: list[Trial] = []
     for name, values in zip(_names(combined), combined, strict=True):
         own = [*fixed, *(f"{key}={value}" for key, value in values.items())]
+        own.sort(key=lambda text: sum(text.strip().startswith(f"{key}.") for key in swept))  # a table, then keys in it
         try:
             spec = load_spec(spec_path, own)
         except SpecError as error:

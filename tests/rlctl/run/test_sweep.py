@@ -15,6 +15,7 @@ from rlctl.run.run_lock import owner_of
 from rlctl.run.sweep import expand, plan, split_values, sweep
 from rlctl.run.train import print_result
 from specs.errors import RunDirError, SpecError, UsageError
+from specs.load.load import load_spec
 
 
 @pytest.fixture
@@ -46,6 +47,7 @@ def test_keys_with_several_values_are_swept_and_the_others_are_fixed() -> None:
     ("settings", "said"),
     [
         (["run.seed=0,1", "run.seed=2,3"], "run.seed is swept already"),
+        (["run.seed=0,1", "run.seed=2"], "run.seed is swept already"),
         (["run.name=a,b"], "run.name is of each run"),
         (["run.seed=1,1"], "a value is there twice"),
         (["actor.optimizer.lr=1e-3,2e-3,0.001"], "a value is there twice"),
@@ -65,6 +67,20 @@ def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path
     last = trials[-1]
     assert last.overrides == ("run.steps=3", "actor.optimizer.lr=1e-2", "run.seed=1", "run.name=fake-lr_1e-2-seed_1")
     assert (last.run_dir, last.steps, last.state) == (tmp_path / "out" / "lr_1e-2-seed_1", 3, "waiting")
+
+
+def test_a_key_within_a_table_that_is_swept_is_kept(spec: Path, tmp_path: Path) -> None:
+    fixed, swept = expand(
+        ["actor.optimizer.warmup_steps=3", "actor.optimizer.eps=1e-4,1e-3", "actor.optimizer={lr=1e-3},{lr=1e-2}"]
+    )
+    trials, _ = plan(spec, fixed, swept, tmp_path / "out", starting=True)
+    found = [load_spec(spec, trial.overrides).actor.optimizer for trial in trials]
+    assert [(one.eps, one.lr, one.warmup_steps) for one in found] == [
+        (1e-4, 1e-3, 3),
+        (1e-4, 1e-2, 3),
+        (1e-3, 1e-3, 3),
+        (1e-3, 1e-2, 3),
+    ]
 
 
 def test_what_is_wrong_in_any_run_is_said_before_the_first(spec: Path, tmp_path: Path) -> None:
