@@ -24,7 +24,7 @@ class Interrupt:
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self._told = say, False
+        self.say, self._told, self._at_once = say, False, False
         self.count, self.name = 0, ""
         self._last = -SAME_PRESS_S
         self._before: dict[int, Any] = {}
@@ -42,6 +42,19 @@ class Interrupt:
         now = time.monotonic()
         if now - self._last >= SAME_PRESS_S:
             self.count, self.name, self._last = self.count + 1, signal.Signals(number).name, now
+            if self._at_once:
+                raise KeyboardInterrupt
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Raise `Interrupted` wherever a signal comes: what a foreign package waits for has no `check`."""
+        self._at_once = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.check()
+        finally:
+            self._at_once = False
 
     def check(self, *, finish_first: bool = False) -> None:
         if finish_first and self.count == 1 and not self._told:

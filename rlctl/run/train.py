@@ -176,8 +176,9 @@ def attempt(run: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> Non
             for file in (run.samples, run.evaluations):
                 truncate_after(file, keep_to, progress.warning)
         metrics = stack.enter_context(MetricsWriter(run.metrics, resume_step=keep_to))
+        say, warn, at_once = progress.message, progress.warning, interrupt.at_once
         trackers = stack.enter_context(
-            open_trackers(run.spec, run.path, resume=resume, say=progress.message, warn=progress.warning)
+            open_trackers(run.spec, run.path, resume=resume, say=say, warn=warn, at_once=at_once)
         )
         try:
             driver = start(run, plan, groups, window, progress)

@@ -12,6 +12,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -24,6 +25,7 @@ from specs.schema.spec import Spec
 
 STATE_FILE = "trackers.json"
 Say = Callable[[str], None]
+Guard = Callable[[], AbstractContextManager[None]]
 Ended = Literal["finished", "failed", "interrupted"]
 Rows = Sequence[Mapping[str, Any]]  # decoded samples of a step, all with the same columns
 
@@ -31,8 +33,10 @@ Rows = Sequence[Mapping[str, Any]]  # decoded samples of a step, all with the sa
 class Trackers:
     """Hand each step to every tracker, within a `with` block."""
 
-    def __init__(self, opened: Sequence[tuple[tables.Tracker, TrackerClient]], warn: Say) -> None:
-        self._opened, self._warn = list(opened), warn
+    def __init__(
+        self, opened: Sequence[tuple[tables.Tracker, TrackerClient]], warn: Say, at_once: Guard = nullcontext
+    ) -> None:
+        self._opened, self._warn, self._at_once = list(opened), warn, at_once
 
     def log(self, metrics: Mapping[str, Any], samples: Rows = ()) -> None:
         """Log a line of `metrics.jsonl` and samples of its step; values that are no finite numbers are left out."""
@@ -43,7 +47,10 @@ class Trackers:
             every = table.samples_every
             due = every and (step == 1 or step % every == 0)
             try:
-                tracker.log(step, values, sample_rows(step, samples) if due else ())
+                with self._at_once():
+                    tracker.log(step, values, sample_rows(step, samples) if due else ())
+            except Interrupted as error:  # it may be well, and is closed as the others are
+                self._warn(f"{table.kind} may lack step {step}: {_words(error)}")
             except Exception as error:  # of a foreign package and its network: any
                 self._opened.remove((table, tracker))
                 self._warn(f"{table.kind} takes no more metrics from step {step} on: {_words(error)}")
@@ -58,7 +65,8 @@ class Trackers:
     def close(self, ended: Ended) -> None:
         for table, tracker in self._opened:
             try:
-                tracker.close(ended)
+                with self._at_once():
+                    tracker.close(ended)
             except Exception as failure:
                 self._warn(f"{table.kind} may lack the last metrics: {_words(failure)}")
 
@@ -76,18 +84,24 @@ def sample_rows(step: int, samples: Rows) -> Rows:
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
-def open_trackers(spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Say) -> Trackers:
-    """Open the trackers that the spec asks for. `resume`: with the runs that an earlier attempt logged to. Raises
-    SpecError where a package is missing, RlctlError where a tracker does not start."""
+def open_trackers(
+    spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Say, at_once: Guard = nullcontext
+) -> Trackers:
+    """Open the trackers that the spec asks for. `resume`: with the runs that an earlier attempt logged to; `at_once`:
+    within it a signal ends the wait for a server. Raises SpecError where a package is missing, RlctlError where a
+    tracker does not start."""
     state = _read_state(run_dir, warn) if resume and spec.tracking else {}
     opened: list[tuple[tables.Tracker, TrackerClient]] = []
     for number, table in enumerate(spec.tracking):
         kind, known = table.kind, state.get(table.kind)
         same = isinstance(known, dict) and known.get("place") == table.place
         try:
-            tracker = TRACKERS[kind](table, spec, run_dir, known.get("run", {}) if same and known else {})
+            with at_once():
+                tracker = TRACKERS[kind](table, spec, run_dir, known.get("run", {}) if same and known else {})
         except Exception as error:
-            Trackers(opened, warn).close("failed")
+            Trackers(opened, warn, at_once).close("failed")
+            if isinstance(error, Interrupted):
+                raise
             if isinstance(error, ImportError):
                 raise SpecError([missing_package(number, table, str(error))]) from None
             hint = f"{TRACKERS[kind].hint}; leave tracking.{number} out to train without it"
@@ -98,7 +112,7 @@ def open_trackers(spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Sa
             say(f"{kind}: {tracker.address}")
     if opened:
         write_object(run_dir / STATE_FILE, state)
-    return Trackers(opened, warn)
+    return Trackers(opened, warn, at_once)
 
 
 def missing_package(number: int, table: tables.Tracker, why: str = "") -> Problem:
@@ -118,7 +132,7 @@ def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:
 
 def _words(error: BaseException) -> str:
     """Return the first lines of a foreign package's message."""
-    text = " ".join(str(error).split())
+    text = " ".join((error.message if isinstance(error, RlctlError) else str(error)).split())
     return (text[:400] + "…" if len(text) > 400 else text) or type(error).__name__
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from small_spec import raw_spec
 from tracker_packages.told import told
 
+from rlctl.run.interrupt import Interrupt
 from rlctl.show.tracking import TRACKERS, open_trackers
 from specs.errors import Interrupted, RlctlError, SpecError
 from specs.load.keys import kinds_of, tables_of
@@ -174,6 +177,25 @@ def test_a_tracker_that_fails_later_is_left_out_and_the_others_go_on(
     assert [call["step"] for call in calls("mlflow.log_metrics")] == [1]
     assert [call["data"]["step"] for call in calls("wandb.log")] == [1, 2, 3]
     assert calls("wandb.finish") == [{"exit_code": 0}]
+
+
+@pytest.mark.parametrize("call", ["mlflow.set_experiment", "mlflow.log_metrics", "mlflow.end_run"])
+def test_a_wait_for_a_server_ends_with_a_signal(
+    call: str, tmp_path: Path, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, warned, began = spec_with(WANDB, MLFLOW), list[str](), time.monotonic()
+    monkeypatch.setenv("TRACKERS_STOPPED_AT", call)
+    ended = pytest.raises(Interrupted) if call != "mlflow.end_run" else nullcontext()
+    with ended, Interrupt(print) as interrupt:
+        opened = open_trackers(spec, tmp_path, resume=False, say=print, warn=warned.append, at_once=interrupt.at_once)
+        with opened as trackers:
+            trackers.log({"step": 1, "reward/mean": 1.0})
+            interrupt.check()
+    assert time.monotonic() - began < 30
+    assert calls("wandb.finish") == [{"exit_code": 0 if call == "mlflow.end_run" else 1}]
+    assert calls("mlflow.end_run") == ([{"status": "KILLED"}] if call == "mlflow.log_metrics" else [])
+    said = {"mlflow.log_metrics": "may lack step 1", "mlflow.end_run": "may lack the last metrics"}.get(call)
+    assert warned == ([f"mlflow {said}: interrupted (SIGINT)"] if said else [])
 
 
 @pytest.mark.parametrize(("error", "status"), [(RlctlError("x"), "FAILED"), (Interrupted("x"), "KILLED")])
