@@ -95,9 +95,10 @@ def open_trackers(
     for number, table in enumerate(spec.tracking):
         kind, known = table.kind, state.get(table.kind)
         same = isinstance(known, dict) and known.get("place") == table.place
+        remembered = known.get("run", {}) if same and known else {}
         try:
             with at_once():
-                tracker = TRACKERS[kind](table, spec, run_dir, known.get("run", {}) if same and known else {})
+                tracker = TRACKERS[kind](table, spec, run_dir, remembered)
         except Exception as error:
             Trackers(opened, warn, at_once).close("failed")
             if isinstance(error, Interrupted):
@@ -105,6 +106,7 @@ def open_trackers(
             if isinstance(error, ImportError):
                 raise SpecError([missing_package(number, table, str(error))]) from None
             hint = f"{TRACKERS[kind].hint}; leave tracking.{number} out to train without it"
+            hint += f"; without {run_dir / STATE_FILE} it begins a new run there" if remembered else ""
             raise RlctlError(f"{kind} did not start: {_words(error)}", hint=hint) from error
         opened.append((table, tracker))
         state[kind] = {"place": table.place, "run": dict(tracker.remembers)}
@@ -133,7 +135,7 @@ def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:
 def _words(error: BaseException) -> str:
     """Return the first lines of a foreign package's message."""
     text = " ".join((error.message if isinstance(error, RlctlError) else str(error)).split())
-    return (text[:400] + "…" if len(text) > 400 else text) or type(error).__name__
+    return (text[:800] + "…" if len(text) > 800 else text) or type(error).__name__
 
 
 # ── the services ──────────────────────────────────────────────────────────────────────────────────
@@ -269,7 +271,9 @@ class MLflowTracker(TrackerClient):
     """Log hyperparameters as parameters, which MLflow never changes: those of the first attempt. `resolved.json` among
     the artifacts is that of the last one. Samples are one table, `samples.json`, that grows."""
 
-    hint = "see that `tracking_uri` or MLFLOW_TRACKING_URI names a server that answers"
+    hint = (
+        "see that `tracking_uri` or MLFLOW_TRACKING_URI names a server that answers, or a database, sqlite:///mlflow.db"
+    )
     at_once, longest = 100, 500  # parameters in a request, and characters of one, that every server takes
     statuses: ClassVar = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 

@@ -65,7 +65,7 @@ class MLflow(Tracker):
     experiment: NonEmpty
     """Experiment that the run appears in; made where it is not there."""
     tracking_uri: str = ""
-    """Server or folder; empty: `MLFLOW_TRACKING_URI`, else MLflow's default."""
+    """Server, or a database such as `sqlite:///mlflow.db`; empty: `MLFLOW_TRACKING_URI`, else MLflow's default."""
 
 
 TrackerTable = Annotated[TensorBoard | WandB | Trackio | MLflow, Field(discriminator="kind")]

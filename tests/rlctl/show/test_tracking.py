@@ -163,6 +163,19 @@ def test_a_tracker_that_does_not_start_ends_the_run_before_it_begins(
     assert calls("wandb.finish") == [{"exit_code": 1}]
 
 
+def test_a_run_that_a_resume_finds_no_more_has_a_way_out(
+    tmp_path: Path, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(spec_with(MLFLOW), tmp_path, range(1, 2))
+    monkeypatch.setenv("TRACKERS_FAIL_AT", "mlflow.start_run")
+    long = "the way out stands at the end " * 20
+    monkeypatch.setenv("TRACKERS_FAIL_WITH", long)
+    with pytest.raises(RlctlError) as caught:
+        run(spec_with(MLFLOW), tmp_path, range(2, 3), resume=True)
+    assert f"without {tmp_path / 'trackers.json'} it begins a new run there" in caught.value.hint
+    assert caught.value.message == f"mlflow did not start: {long.strip()}"
+
+
 def test_a_tracker_that_fails_later_is_left_out_and_the_others_go_on(
     tmp_path: Path, calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

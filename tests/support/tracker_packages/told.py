@@ -12,7 +12,7 @@ from typing import Any
 
 def tell(call: str, **what: Any) -> None:
     if os.environ.get("TRACKERS_FAIL_AT") == call:
-        raise ConnectionError(f"no route to the server of {call}")
+        raise ConnectionError(os.environ.get("TRACKERS_FAIL_WITH") or f"no route to the server of {call}")
     if os.environ.get("TRACKERS_STOPPED_AT") == call:  # a person presses Ctrl-C while no answer comes
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
