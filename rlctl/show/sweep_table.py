@@ -43,12 +43,13 @@ class Trial:
 @dataclass(frozen=True)
 class Outcome:
     """Say what a run reached. `score`: its last evaluation, else the mean of `shown` over the last tenth of its
-    steps."""
+    steps; `falls`: whether less of it is better."""
 
     step: int
     score: float | None
     metrics: Mapping[str, Any]
     shown: eval_keys.Headline
+    falls: bool
 
 
 def outcome(run_dir: Path) -> Outcome:
@@ -60,7 +61,9 @@ def outcome(run_dir: Path) -> Outcome:
     evaluations = _evaluations(metrics)
     shown = eval_keys.headline(records)
     score = metrics[evaluations[0]] if evaluations else final(records, shown.key)
-    return Outcome(records[-1]["step"] if records else 0, score, metrics, shown)
+    metric = evaluations[0].rpartition("/")[2] if evaluations else shown.metric
+    falls = any(each.falls for each in eval_keys.HEADLINES if each.metric == metric)
+    return Outcome(records[-1]["step"] if records else 0, score, metrics, shown, falls)
 
 
 def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
@@ -175,14 +178,14 @@ class SweepTable:
         return sorted(found, key=lambda pair: _worth(pair[1]), reverse=True)
 
     def _over_seeds(self, ranked: Sequence[tuple[Trial, Outcome]]) -> str:
-        others = [key for key in self.keys if key != SEED]
+        others, rises = [key for key in self.keys if key != SEED], not ranked[0][1].falls
         scores: dict[tuple[str, ...], list[float]] = {}
         for trial, found in ranked:
             if trial.state in DONE and found.score is not None:
                 scores.setdefault(tuple(trial.values[key] for key in others), []).append(found.score)
         rows = [
             (*values, number(statistics.fmean(own)), number(statistics.stdev(own) if own[1:] else None), str(len(own)))
-            for values, own in sorted(scores.items(), key=lambda pair: statistics.fmean(pair[1]), reverse=True)
+            for values, own in sorted(scores.items(), key=lambda pair: statistics.fmean(pair[1]), reverse=rises)
         ]
         return columns((*others, "mean", "std", "runs"), rows)
 
@@ -191,7 +194,7 @@ def _worth(found: Outcome) -> float:
     """Return a number that is higher for a better run."""
     if found.score is None:
         return -math.inf
-    return -found.score if found.shown.falls else found.score
+    return -found.score if found.falls else found.score
 
 
 def _last_words(log: Path) -> list[str]:

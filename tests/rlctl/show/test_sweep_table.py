@@ -60,6 +60,23 @@ def test_the_best_stands_first_and_no_cell_is_cut(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("metric", "best"), [("reward_mean", "b"), ("loss", "a")])
+def test_the_best_of_an_evaluation_stands_first_also_where_steps_have_a_loss(
+    metric: str, best: str, tmp_path: Path
+) -> None:
+    trials = []
+    for lr, seed, value in (("a", "0", 0.1), ("b", "0", 0.7), ("a", "1", 0.2), ("b", "1", 0.9)):
+        (tmp_path / (lr + seed)).mkdir()
+        line = {"step": 1, "actor/loss": 1 / value, f"eval/test/{metric}": value}
+        (tmp_path / (lr + seed) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        trials.append(trial(tmp_path / (lr + seed), lr=lr, run__seed=seed))
+    table = table_of(tmp_path, ["lr", "run.seed"], trials)
+    lines = text_of(table)
+    assert [line[0] for line in lines[1:3]] == [best, best]
+    assert lines[lines.index(["over", "seeds"]) + 2][0] == best
+    assert [run["set"]["lr"] for run in table.as_object()["runs"]][:2] == [best, best]
+
+
 def test_over_seeds_there_are_means_and_deviations(tmp_path: Path) -> None:
     scores = {("1e-6", "0"): 0.1, ("1e-6", "1"): 0.3, ("1e-5", "0"): 0.5, ("1e-5", "1"): 0.9}
     trials = [
