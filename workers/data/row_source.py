@@ -149,8 +149,13 @@ def _parquet(path: Path) -> Iterator[DataRow]:
 
 
 def _hub(source: str, split: str) -> Iterator[DataRow]:
-    for number, values in enumerate(_load_hub(source, split), start=1):
-        yield DataRow(f"{source} [{split}] row {number}", dict(values))
+    number = 0
+    try:
+        for number, values in enumerate(_load_hub(source, split), start=1):
+            yield DataRow(f"{source} [{split}] row {number}", dict(values))
+    except (ValueError, OverflowError, ImportError, OSError) as error:  # a date after 9999, an image without Pillow
+        hint = "install what it asks for, or write the columns that are needed to a *.jsonl file"
+        raise DataError(f"{source} [{split}]: a row behind row {number} cannot be read: {error}", hint=hint) from error
 
 
 def _load_hub(source: str, split: str) -> Any:

@@ -200,6 +200,22 @@ def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest
     assert data.prompts("eval", "heldout").table.prompts == ["b", "b"]
 
 
+def test_a_row_of_the_hub_that_python_cannot_hold(
+    tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "rows").mkdir(parents=True)
+    table = arrow.table({"prompt": ["a"], "answer": ["1"], "day": arrow.array([4 * 10**17], arrow.timestamp("us"))})
+    parquet.write_table(table, tmp_path / "some" / "rows" / "train.parquet")
+    with pytest.raises(DataError, match="a row behind row 0 cannot be read: date value"):
+        table_of(tmp_path / "of the spec", codec, train="some/rows")
+
+
 # ── prompts ───────────────────────────────────────────────────────────────────────────────────────
 
 
