@@ -373,13 +373,13 @@ def export_checkpoint(
         ),
     ] = False,
     push_to_hub: Annotated[
-        str,
+        str | None,
         Option(
             "--push-to-hub",
             metavar="NAME",
             help="Push the folder to this repository on the Hugging Face hub, OWNER/NAME; made private if it is new.",
         ),
-    ] = "",
+    ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push-to-hub: make the repository public.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,

@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "engines, packing, weights": (16_130, 15_000, ("backends",)),
     "four packages": (58_697, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (44_909, 38_000, ("tests",)),
+    "tests with their cases": (44_911, 38_000, ("tests",)),
     "docs": (4_022, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

@@ -48,7 +48,7 @@ def export(
     shard_GB: float = 2.0,
     memory_GiB: float | None = None,
     adapter_only: bool = False,
-    push_to_hub: str = "",
+    push_to_hub: str | None = None,
     public: bool = False,
     screen: Screen | None = None,
 ) -> int:
@@ -74,7 +74,7 @@ def export(
     about = _about(checkpoint, role)
     dtype, why = (dtype, "") if dtype else own_dtype(about)
     _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
-    repo = find_repo(push_to_hub, public=public) if push_to_hub else None
+    repo = find_repo(push_to_hub, public=public) if push_to_hub is not None else None
     about |= {"recipe": value_at(read_or_empty(run_dir / "resolved.json"), "run.recipe", "rl")}
     about |= {"made_from": value_at(checkpoint.manifest, ("lineage", role)) or lineage(about["model_path"])}
     exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, (repo or out_dir).name)
@@ -96,7 +96,7 @@ def export(
     return 0
 
 
-def _check_options(folder: Path, out_dir: Path, *, adapter_only: bool, push_to_hub: str, public: bool) -> None:
+def _check_options(folder: Path, out_dir: Path, *, adapter_only: bool, push_to_hub: str | None, public: bool) -> None:
     """Raises UsageError for options that do not fit together, or the role whose files are in `folder`."""
     role = folder.name
     if adapter_only and _head(role) != "lm":
@@ -106,7 +106,7 @@ def _check_options(folder: Path, out_dir: Path, *, adapter_only: bool, push_to_h
         raise UsageError(f"--adapter-only: it was not trained with {role}.lora", hint=hint)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
-    if public and not push_to_hub:
+    if public and push_to_hub is None:
         raise UsageError("--public: only with --push-to-hub", hint="add --push-to-hub NAME, or leave it out")
 
 

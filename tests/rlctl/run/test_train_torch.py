@@ -92,6 +92,8 @@ def test_export_loads_and_generates(finished, tmp_path):
         # Not in a fork: huggingface_hub reads its endpoint once, when it is imported.
         done = running.rlctl("export-checkpoint", run, out, "--push-to-hub", "mine", **variables(hub))
     assert done.returncode == 0, done.stdout + done.stderr
+    unnamed = running.rlctl("export-checkpoint", run, tmp_path / "unnamed", "--push-to-hub", "")
+    assert (unnamed.returncode, (tmp_path / "unnamed").exists()) == (2, False), "an empty variable is no name"
     assert hub.repos["me/mine"].files == {path.name: path.read_bytes() for path in out.iterdir()}
     assert hub.repos["me/mine"].private
     assert "greedy tokens the same" in done.stdout
