@@ -53,6 +53,10 @@ def not_found(key: str, what: str, file: Path, path: str, hint: str = "") -> Pro
     """Return the problem of a file or folder, `file`, that is not here. One that the spec names by its absolute path,
     `path`, may be on the machines of the run."""
     message = f"no such {what} ({os.path.abspath(file)})"
+    if found := re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)@(?!\d+$)([\w./-]+)", path):  # a step is a run's
+        kind = " --repo-type dataset" if what == "file" else ""
+        hint = f"hub ids take no revision: `hf download {found[1]} --revision {found[2]}{kind} --local-dir DIR`"
+        hint += ", and name what it writes"
     if file.is_symlink():
         return Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist ({file})", "repair the link")
     if not Path(path).expanduser().is_absolute():
