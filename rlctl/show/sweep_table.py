@@ -162,7 +162,8 @@ class SweepTable:
         self.say(columns((*self.keys, self.score_name, "step", "state"), rows))
         if SEED in self.keys and len(self.keys) > 1:
             self.say("\nover seeds\n" + self._over_seeds(ranked))
-        self.say(f"\nreport: {self.folder / 'report.html'}; results: {self.folder / 'sweep.json'}")
+        report = self.folder / "report.html"  # not there where no run took a step
+        self.say(f"\n{f'report: {report}; ' if report.exists() else ''}results: {self.folder / 'sweep.json'}")
 
     def as_object(self) -> dict[str, Any]:
         """Return what `sweep.json` holds."""

@@ -49,9 +49,12 @@ def test_a_score_is_the_last_evaluation_else_the_last_tenth_of_the_rewards(tmp_p
 def test_the_best_stands_first_and_no_cell_is_cut(tmp_path: Path) -> None:
     lrs = {"1e-6": 0.1, "3e-6": 0.7, "1e-5": 0.4}
     trials = [trial(a_run(tmp_path / lr, [reward]), actor__optimizer__lr=lr) for lr, reward in lrs.items()]
-    trials.append(trial(tmp_path / "none", actor__optimizer__lr="1"))
+    trials.append(trial(tmp_path / "none", actor__optimizer__lr="1", lr="1"))
     head, *rows = text_of(table_of(tmp_path, ["actor.optimizer.lr"], trials))[:5]
     assert head == ["actor.optimizer.lr", "reward/mean", "step", "state"]
+    for report in (False, True):  # a page is named once it is there
+        (tmp_path / "report.html").touch() if report else None
+        assert (text_of(table_of(tmp_path, ["lr"], trials[3:]))[-1][0] == "report:") is report
     assert rows == [
         ["3e-6", "0.700", "1/20", "done"],
         ["1e-5", "0.400", "1/20", "done"],
