@@ -238,7 +238,7 @@ class WandBTracker(TrackerClient):
 
 
 class TrackioTracker(TrackerClient):
-    """Find a run again by its name, which Trackio may change where the project has one of that name."""
+    """Find a run again by its id: `init` resumes the newest of the runs that share a name."""
 
     hint = "`hf auth login` for a Space; without `space_id` it logs to this machine"
 
@@ -253,7 +253,8 @@ class TrackioTracker(TrackerClient):
             config=spec.resolved(),
             resume="allow" if known else "never",
         )
-        self.remembers = {"name": self._run.name}
+        self._run.id = known.get("id", self._run.id)
+        self.remembers = {"name": self._run.name, "id": self._run.id}
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
         more = {}

@@ -131,6 +131,16 @@ def test_a_resume_goes_on_with_the_same_runs(tmp_path: Path, calls: Any) -> None
     assert len(params) == 1, "parameters of MLflow never change"
 
 
+def test_a_resume_goes_on_with_its_own_run_where_a_newer_one_has_its_name(tmp_path: Path, calls: Any) -> None:
+    spec = spec_with(TRACKIO, name="again")
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        run(spec, tmp_path / folder, range(1, 2))
+    run(spec, tmp_path / "one", range(2, 3), resume=True)
+    first, second, resumed = [call["run"] for call in calls("trackio.log")]
+    assert resumed == first != second
+
+
 # ── what goes wrong ───────────────────────────────────────────────────────────────────────────────
 
 

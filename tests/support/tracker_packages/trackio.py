@@ -1,12 +1,14 @@
-"""Stand-in for trackio 0.43.0. A run that is not resumed gets a name of its own where one has it."""
+"""Stand-in for trackio 0.43.0. Several runs may share a name; the newest is resumed."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from tracker_packages.told import tell
 
-_names: set[str] = set()
+_ids = itertools.count()
+_newest: dict[str, str] = {}  # name → id
 
 
 class Table:
@@ -16,11 +18,11 @@ class Table:
 
 
 class Run:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, id: str) -> None:
+        self.name, self.id = name, id
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        tell("trackio.log", metrics=metrics, step=step)
+        tell("trackio.log", metrics=metrics, step=step, run=self.id)
 
     def finish(self) -> None:
         tell("trackio.finish")
@@ -31,6 +33,6 @@ def init(project, name=None, group=None, space_id=None, server_url=None, dataset
          auto_log_cpu=None, cpu_log_interval=10.0, webhook_url=None, webhook_min_level=None) -> Run:  # fmt: skip
     assert resume in ("never", "allow", "must")
     tell("trackio.init", project=project, name=name, space_id=space_id, resume=resume, config=config)
-    own = f"{name}-2" if resume == "never" and name in _names else name
-    _names.add(own)
-    return Run(own)
+    resumed = resume != "never" and name in _newest
+    _newest[name] = _newest[name] if resumed else str(next(_ids))
+    return Run(name, _newest[name])
