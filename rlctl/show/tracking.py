@@ -10,9 +10,10 @@ import json
 import math
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -47,7 +48,7 @@ class Trackers:
             every = table.samples_every
             due = every and (step == 1 or step % every == 0)
             try:
-                with self._at_once():
+                with self._at_once(), redirect_stdout(sys.stderr):
                     tracker.log(step, values, sample_rows(step, samples) if due else ())
             except Interrupted as error:  # it may be well, and is closed as the others are
                 self._warn(f"{table.kind} may lack step {step}: {_words(error)}")
@@ -65,7 +66,7 @@ class Trackers:
     def close(self, ended: Ended) -> None:
         for table, tracker in self._opened:
             try:
-                with self._at_once():
+                with self._at_once(), redirect_stdout(sys.stderr):
                     tracker.close(ended)
             except Exception as failure:
                 self._warn(f"{table.kind} may lack the last metrics: {_words(failure)}")
@@ -97,7 +98,7 @@ def open_trackers(
         same = isinstance(known, dict) and known.get("place") == table.place
         remembered = known.get("run", {}) if same and known else {}
         try:
-            with at_once():
+            with at_once(), redirect_stdout(sys.stderr):  # which `--json` keeps for the result
                 tracker = TRACKERS[kind](table, spec, run_dir, remembered)
         except Exception as error:
             Trackers(opened, warn, at_once).close("failed")
@@ -265,7 +266,7 @@ class TrackioTracker(TrackerClient):
         self._run.log({**metrics, **more}, step=step)
 
     def close(self, ended: Ended) -> None:
-        self._run.finish()
+        self._trackio.finish()  # not the run's own, which would be called again when Python ends
 
 
 class MLflowTracker(TrackerClient):

@@ -84,6 +84,13 @@ def test_several_get_the_same_steps(tmp_path: Path, calls: Any) -> None:
     assert calls("mlflow.end_run") == [{"status": "FINISHED"}]
 
 
+def test_what_trackers_print_leaves_stdout_to_the_result(tmp_path: Path, calls: Any, capsys: Any) -> None:
+    run(spec_with(WANDB, TRACKIO, MLFLOW), tmp_path, range(1, 3))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert {"* trackio.init", "* mlflow.log_metrics", "* trackio.finish"} <= {*shown.err.splitlines()}
+
+
 def test_mlflow_is_told_the_experiment_and_every_hyperparameter(tmp_path: Path, calls: Any) -> None:
     raw = {**raw_spec(), "tracking": [MLFLOW]}
     raw["data"] = {**raw["data"], "template": "x" * 600 + "{prompt}"}

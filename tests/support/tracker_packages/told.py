@@ -11,6 +11,7 @@ from typing import Any
 
 
 def tell(call: str, **what: Any) -> None:
+    print(f"* {call}")  # as Trackio and MLflow do
     if os.environ.get("TRACKERS_FAIL_AT") == call:
         raise ConnectionError(os.environ.get("TRACKERS_FAIL_WITH") or f"no route to the server of {call}")
     if os.environ.get("TRACKERS_STOPPED_AT") == call:  # a person presses Ctrl-C while no answer comes

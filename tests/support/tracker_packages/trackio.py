@@ -24,9 +24,6 @@ class Run:
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         tell("trackio.log", metrics=metrics, step=step, run=self.id)
 
-    def finish(self) -> None:
-        tell("trackio.finish")
-
 
 def init(project, name=None, group=None, space_id=None, server_url=None, dataset_id=None, bucket_id=None, config=None,
          resume="never", settings=None, private=None, embed=True, auto_log_gpu=None, gpu_log_interval=10.0,
@@ -36,3 +33,7 @@ def init(project, name=None, group=None, space_id=None, server_url=None, dataset
     resumed = resume != "never" and name in _newest
     _newest[name] = _newest[name] if resumed else str(next(_ids))
     return Run(name, _newest[name])
+
+
+def finish() -> None:
+    tell("trackio.finish")
