@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.completions import Completions
+from backends.replica_span import ReplicaSpan
 from backends.sample_requests import Completion, SampleRequest
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm import UNIT_REDUCTIONS, AnyLoss
@@ -70,11 +71,12 @@ class Weight(ABC):
 
 @dataclass(frozen=True)
 class Rank:
-    """Rank of this process in its group."""
+    """Rank of this process in its group. `span`: the nodes of a replica that lies on several."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    span: ReplicaSpan | None = None
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,12 @@ class RolloutEngine(ABC):
     @classmethod
     @abstractmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> RolloutEngine: ...
+
+    @classmethod
+    def hold_part(cls, config: RolloutConfig, span: ReplicaSpan, address: str, port: int) -> None:
+        """Hold this node's part of a replica that spans several, which meet at `address`, until the process is ended.
+        Of engines whose tables say `spans_nodes`."""
+        raise NotImplementedError
 
     @classmethod
     def import_code(cls, config: RolloutConfig) -> None:

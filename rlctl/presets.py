@@ -86,13 +86,17 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     from jinja2 import Template
 
     from specs.load.load import load_spec
+    from specs.schema.rank_groups import nodes_of_a_process
     from specs.schema.recipes import sampling_of
 
     run = load_spec(spec, [])
     actor, sampling = run.lead_section, sampling_of(run)
     rollout = sampling.rollout if sampling is not None else None
     apart = rollout is not None and rollout.first_node >= actor.nodes
-    replicas = rollout.processes // rollout.nodes if rollout else 0
+    replicas = ""  # of the rollout's nodes, as the shell computes it
+    if rollout:
+        span = nodes_of_a_process(rollout)
+        replicas = f"/ {span}" if span > 1 else f"* {rollout.processes // rollout.nodes}"
     # Trainers that lie on the actor's hosts, as it does, stay with it.
     sections = {role: run.role(role) for role in run.roles if ROLES[role].is_trainer}
     layout = (actor.nodes, actor.processes)

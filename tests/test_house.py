@@ -51,13 +51,13 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_184,
+        6_189,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (5_090, 4_300, ("specs/schema",)),
+    "schema": (5_112, 4_300, ("specs/schema",)),
     "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_577, 3_500, ("rlctl/processes", "workers/*.py")),
+    "processes": (4_643, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_321, 2_000, ("rlctl/show",)),
     "run": (3_072, 2_200, ("rlctl/run",)),
     "grading": (1_590, 1_400, ("workers/grading",)),
@@ -67,11 +67,11 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_130, 15_000, ("backends",)),
-    "four packages": (58_704, 50_000, WINGS),
+    "engines, packing, weights": (16_311, 15_000, ("backends",)),
+    "four packages": (59_009, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (44_947, 38_000, ("tests",)),
-    "docs": (4_022, 3_500, ("docs",)),
+    "tests with their cases": (45_049, 38_000, ("tests",)),
+    "docs": (4_042, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

@@ -8,6 +8,8 @@ that sets the same environment.
                                   set them, else SLURM_PROCID and SLURM_NTASKS
     RLCTL_START                   how often this rank was started before; else 0
     RLCTL_LOCAL_SIZE              how many of them are on this host
+    RLCTL_SPAN                    folder in which the nodes of a rank that spans RLCTL_SPAN_NODES find one another; with
+                                  RLCTL_SPAN_NODE above 0 this process is no rank, it holds that node's part of one
     RLCTL_GROUP_STORE             file in which ranks that are all on one host meet; else at MASTER_ADDR:MASTER_PORT
     RLCTL_GROUP_SIZE              1 for independent replicas (rollout, reward): RANK and WORLD_SIZE are then hidden
     RLCTL_PARENT_PID              the driver, or its deputy on this host: the rank exits when that process ends
@@ -30,10 +32,11 @@ from typing import TextIO, cast
 
 from backends import flight_recorder
 from backends.protocol import Rank
+from backends.replica_span import ReplicaSpan
 from specs.errors import ChannelError
 from specs.terminal import VisibleStream
 from workers.connection import Dial, Link
-from workers.network import interface_towards
+from workers.network import address_towards, interface_towards
 from workers.serve import Handlers, error_message, serve
 from workers.watchdog import die_with_parent, set_process_name, watch_process
 
@@ -54,6 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _follow_the_driver(args.role, index)
     _see_own_device(rank.local_rank)
     _use_interface_of_group(rank)
+    if rank.span is not None and rank.span.node > 0:
+        rank.span.announce()
+        import_module(f"workers.roles.{args.role}").hold_part(rank.span)
+        return 1
+    if rank.span is not None:
+        rank.span.await_parts()
     _record_collectives(rank)
     link = Link(Dial.from_env(args.role, index))
     try:
@@ -86,8 +95,20 @@ def place_from_env() -> tuple[int, Rank]:
     if int(env.get("RLCTL_GROUP_SIZE", str(size))) == 1:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             env.pop(name, None)
-        return index, Rank(rank=index, world_size=1, local_rank=local)
+        return index, Rank(rank=index, world_size=1, local_rank=local, span=_span_from_env())
     return index, Rank(rank=index, world_size=size, local_rank=local)
+
+
+def _span_from_env() -> ReplicaSpan | None:
+    env = os.environ
+    if "RLCTL_SPAN" not in env:
+        return None
+    nodes, node = int(env["RLCTL_SPAN_NODES"]), int(env.get("RLCTL_SPAN_NODE", "0"))
+    return ReplicaSpan(nodes, node, address_towards(_drivers_host()), Path(env["RLCTL_SPAN"]))
+
+
+def _drivers_host() -> str:
+    return os.environ["RLCTL_ADDRESS"].rpartition("/")[2].rpartition(":")[0]
 
 
 def _work(link: Link, target: str, rank: Rank) -> int:
@@ -144,9 +165,12 @@ def _see_own_device(local_rank: int) -> None:
 
 
 def _use_interface_of_group(rank: Rank) -> None:
-    """Have ranks on several hosts meet on the network that leads to the first, not where the host's name points."""
+    """Have ranks on several hosts, and the nodes of one, meet on the network that leads to the first, or to the
+    driver, not where the host's name points."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-    if local_size == rank.world_size or not (interface := interface_towards(os.environ.get("MASTER_ADDR", ""))):
+    first = _drivers_host() if rank.span is not None else os.environ.get("MASTER_ADDR", "")
+    several = local_size != rank.world_size or rank.span is not None
+    if not several or not (interface := interface_towards(first)):
         return
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)

@@ -14,13 +14,15 @@ from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.memory import hand_back
 from backends.protocol import Buffer, OnMeta, Rank, WeightSpec
+from backends.replica_span import ReplicaSpan
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import KV_CACHE, WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_seeds
 from backends.sample_requests import Completion, SampleRequest
+from backends.vllm_rollout.lent_bytes import Lender
 from backends.vllm_rollout.read_back import checksum_of, word_sum_of
 from backends.vllm_rollout.vllm_adapters import adapter_request
-from backends.vllm_rollout.vllm_start import has_sleep_mode, naming_dead_workers, start_vllm
+from backends.vllm_rollout.vllm_start import has_sleep_mode, hold_part, naming_dead_workers, start_vllm
 from specs.errors import ModelError, SyncError
 from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.spec import WeightForm
@@ -47,6 +49,8 @@ class VllmRolloutEngine(SyncedSampler):
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
         self.request = None if config.lora is None else adapter_request()
         self._has_model = False  # apart from its adapters
+        self._whole = table.tensor_parallel == 1  # one worker, in this process
+        self._lender = Lender()
         self._names: dict[int, str] = {}  # what vLLM calls the open requests
         self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
         self._sleep_mode = has_sleep_mode()
@@ -58,8 +62,12 @@ class VllmRolloutEngine(SyncedSampler):
         assert isinstance(config.engine, VllmTable)
         model = model_shape(config.model, config.lora)
         stop_tokens(model.end_tokens, config, ask_tokenizer=True)  # raises before the wait
-        llm = start_vllm(config, config.engine, model)
+        llm = start_vllm(config, model, rank.span)
         return cls(config, config.engine, model, llm)
+
+    @classmethod
+    def hold_part(cls, config: RolloutConfig, span: ReplicaSpan, address: str, port: int) -> None:
+        hold_part(config, model_shape(config.model, config.lora), span, address, port)
 
     @classmethod
     def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta:
@@ -71,11 +79,12 @@ class VllmRolloutEngine(SyncedSampler):
         workers: list[WorkerModel] = self._call("rlctl_describe")
         first = workers[0]
         text = self.llm.llm_engine.model_config.hf_text_config
-        whole = self.table.tensor_parallel == 1
         return ModelBuilt(
             model_class=first.model_class,
             path=self.llm.llm_engine.model_config.model,
-            parameters=first.parameters if whole else sum(int(np.prod(s.shape)) for s in self.model.weights.values()),
+            parameters=first.parameters
+            if self._whole
+            else sum(int(np.prod(s.shape)) for s in self.model.weights.values()),
             trainable_parameters=0,
             hidden_size=text.hidden_size,
             layers=text.num_hidden_layers,
@@ -97,18 +106,18 @@ class VllmRolloutEngine(SyncedSampler):
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         self._take([(spec, buffer)])
-        parts = self._load("rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
+        (sent,) = [buffer] if self._whole else self._lender.lend([buffer])
+        parts = self._load("rlctl_load", spec.name, spec.dtype, spec.shape, sent)
         return checksum_of(spec, [piece for pieces in parts for piece in pieces])
 
     def import_from_device(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> list[str]:
         """All at once. Straight into vLLM's own tensors where one worker, in this process, holds the whole model; to
-        several they go through host memory, as vLLM sends everything. Either way workers answer with sums."""
+        several they go through host memory. Either way workers answer with sums."""
         self._take(weights)
-        whole = self.table.tensor_parallel == 1
-        sent = [
-            ((spec.name, spec.dtype, spec.shape), buffer if whole else buffer.cpu().numpy()) for spec, buffer in weights
-        ]
-        workers: list[list[list[SummedPiece]]] = self._load("rlctl_load_and_sum", sent)
+        buffers = [buffer for _, buffer in weights]
+        sent = buffers if self._whole else self._lender.lend([buffer.cpu().numpy() for buffer in buffers])
+        named = [((spec.name, spec.dtype, spec.shape), one) for (spec, _), one in zip(weights, sent, strict=True)]
+        workers: list[list[list[SummedPiece]]] = self._load("rlctl_load_and_sum", named)
         return [
             word_sum_of(spec, [piece for pieces in workers for piece in pieces[number]])
             for number, (spec, _) in enumerate(weights)

@@ -14,7 +14,8 @@ import torch._dynamo
 
 from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape
-from specs.errors import ModelError, SamplerDied
+from backends.replica_span import ReplicaSpan
+from specs.errors import ModelError, PeerGone, SamplerDied
 from specs.schema.engines.vllm_table import CPU_KV_CACHE_GIB, VllmTable, lora_room
 from specs.wire.role_config import RolloutConfig
 
@@ -43,15 +44,51 @@ _ENVIRONMENT = {
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape) -> LLM:
-    """Start vLLM with uninitialised weights.
+def start_vllm(config: RolloutConfig, model: ModelShape, span: ReplicaSpan | None) -> LLM:
+    """Start vLLM with uninitialised weights, on all nodes of a `span`.
 
     Raises ModelError when vLLM is not installed, or refuses the model or the settings.
     """
+    given = _prepare(config, model, span)
+    from vllm import LLM
+
+    if span is not None:
+        given |= _across(span, *span.begin(config.model_dump(mode="json")))
+    try:
+        llm = LLM(**given)
+    except Exception as error:  # from a worker of its own whatever went wrong comes as just that
+        raise ModelError(
+            f"vLLM {vllm_version()} refuses {config.model.path}: {_gist(error)}",
+            hint="the role's log has vLLM's own words; the keys of rollout.engine are passed on to it",
+        ) from error
+    llm.collective_rpc("rlctl_unlink_shared_memory")
+    if span is not None:
+        span.end()
+    return llm
+
+
+def hold_part(config: RolloutConfig, model: ModelShape, span: ReplicaSpan, address: str, port: int) -> None:
+    """Hold the workers of one node of a replica that spans several, which the first node's vLLM calls. Returns when one
+    of them has ended."""
+    given = _prepare(config, model, span) | _across(span, address, port)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    # The context decides how many tokens a step of the scheduler has: all nodes must agree.
+    vllm_config = EngineArgs(**given).create_engine_config(UsageContext.LLM_CLASS, headless=True)
+    MultiprocExecutor(vllm_config, monitor_workers=False).start_worker_monitor(inline=True)
+
+
+def _prepare(config: RolloutConfig, model: ModelShape, span: ReplicaSpan | None) -> dict[str, Any]:
+    """Set the environment of vLLM and its workers; return its arguments. Raises ModelError where it is not installed,
+    or built for another device."""
     on_cpu = config.model.device == "cpu"
     os.environ.update(_ENVIRONMENT)
+    if span is not None:
+        os.environ["VLLM_HOST_IP"] = span.address
     try:
-        from vllm import LLM
+        import vllm  # noqa: F401
     except ImportError as error:
         raise ModelError(
             f"vLLM cannot be imported in this role's interpreter: {error}",
@@ -66,17 +103,15 @@ def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape) -> LL
         # vLLM compiles helpers of its sampler all the same: on the CPU 20 s of a C++ compiler at the first request.
         torch._dynamo.config.disable = True
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in workers of their own too
-    if table.tensor_parallel > 1:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // table.tensor_parallel))
-    try:
-        llm = LLM(**given)
-    except Exception as error:  # from a worker of its own whatever went wrong comes as just that
-        raise ModelError(
-            f"vLLM {vllm_version()} refuses {config.model.path}: {_gist(error)}",
-            hint="the role's log has vLLM's own words; the keys of rollout.engine are passed on to it",
-        ) from error
-    llm.collective_rpc("rlctl_unlink_shared_memory")
-    return llm
+    if (workers := given["tensor_parallel_size"] // (1 if span is None else span.nodes)) > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // workers))
+    return given
+
+
+def _across(span: ReplicaSpan, address: str, port: int) -> dict[str, Any]:
+    """Arguments of a vLLM whose workers are on several nodes."""
+    meeting = {"master_addr": address, "master_port": port}
+    return {"nnodes": span.nodes, "node_rank": span.node, "distributed_executor_backend": "mp", **meeting}
 
 
 def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict[str, Any]:
@@ -162,12 +197,15 @@ def vllm_version() -> str:
 
 @contextmanager
 def naming_dead_workers(llm: LLM) -> Iterator[None]:
-    """Turns errors caused by a dead worker into SamplerDied, so that the driver restarts the sampler."""
+    """Turns errors caused by a dead worker into SamplerDied, so that the driver restarts the sampler; where some are on
+    other nodes, which cannot be seen from here, into PeerGone: the driver knows more."""
     try:
         yield
     except Exception as error:
         ended = _ended_within(DEATH_GRACE_S, _workers(llm))
         if ended is None:
+            if llm.llm_engine.vllm_config.parallel_config.nnodes > 1:
+                raise PeerGone("a node of this replica", f"may be gone: {error}") from error
             raise
         raise SamplerDied(
             f"vLLM's worker process {ended.name} ended with exit code {ended.exitcode}",

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.hf.adapter_names import is_on_the_wire
 from backends.memory import GIB
+from backends.vllm_rollout.lent_bytes import Lent
 from backends.vllm_rollout.vllm_adapters import AdapterSlot
 from backends.weights.checksum import hashing
 from backends.weights.tensor_bytes import tensor_bytes, torch_dtype, typed, wire_dtype
@@ -45,6 +46,7 @@ class SummedPiece:
     total: int
 
 
+_BLOCK_BYTES = 64 * 2**20  # of a weight that crosses nodes, on a GPU at a time
 _DERIVED = ("W_UK_T", "W_UV")  # parameters that vLLM makes of others
 
 # (name, dtype on the wire, shape)
@@ -67,6 +69,7 @@ class WorkerExtension:
     """Methods for `collective_rpc`. `self` is vLLM's worker."""
 
     vllm_config: Any
+    device: torch.device
     model_runner: Any
     get_model: Any
 
@@ -77,14 +80,16 @@ class WorkerExtension:
             segment.unlink(missing_ok=True)
 
     @torch.inference_mode()
-    def rlctl_load(self, name: str, dtype: str, shape: tuple[int, ...], buffer: NDArray[np.uint8]) -> list[Piece]:
+    def rlctl_load(
+        self, name: str, dtype: str, shape: tuple[int, ...], buffer: NDArray[np.uint8] | Lent
+    ) -> list[Piece]:
         """Load a Hugging Face weight from wire bytes on the host, and read back every place that it was copied to."""
         (copies,) = self._rlctl_copies([((name, dtype, shape), buffer)])
         return [Piece(tuple(part.shape), part.stride(), first, tensor_bytes(own)) for own, part, first in copies]
 
     @torch.inference_mode()
     def rlctl_load_and_sum(
-        self, weights: Sequence[tuple[WireName, Tensor | NDArray[np.uint8]]]
+        self, weights: Sequence[tuple[WireName, Tensor | NDArray[np.uint8] | Lent]]
     ) -> list[list[SummedPiece]]:
         """Do the same as `rlctl_load`, for several weights, whose bytes are on this worker's device or in host memory.
         Of what was read back only sums leave the device. Raises RuntimeError naming a weight that vLLM refuses."""
@@ -97,14 +102,17 @@ class WorkerExtension:
         ]
 
     def _rlctl_copies(
-        self, weights: Sequence[tuple[WireName, Tensor | NDArray[np.uint8]]]
+        self, weights: Sequence[tuple[WireName, Tensor | NDArray[np.uint8] | Lent]]
     ) -> list[list[tuple[Tensor, Tensor, int]]]:
         """Load weights through the model's own loader, adapters into their places. Of each the copies that were made:
         vLLM's own tensor, the part of the weight that it now holds, and the first element of that in the weight.
 
         Fused projections and shards are up to vLLM: the copies of its loader are recorded, not guessed.
         """
-        named = [(name, _wire_tensor(dtype, shape, buffer)) for (name, dtype, shape), buffer in weights]
+        named = [
+            (name, _wire_tensor(dtype, shape, self._rlctl_received(buffer) if isinstance(buffer, Lent) else buffer))
+            for (name, dtype, shape), buffer in weights
+        ]
         reached, copies = "", CopiesFrom([weight for _, weight in named])
 
         def reaching(adapters: bool) -> Iterator[tuple[str, Tensor]]:
@@ -126,6 +134,23 @@ class WorkerExtension:
             [(_as_sent(name, own, part), part, first) for own, part, first in each]
             for (name, _), each in zip(named, copies.found, strict=True)
         ]
+
+    def _rlctl_received(self, lent: Lent) -> NDArray[np.uint8]:
+        """Return bytes that the first node's process lends. Where workers are on several nodes, the first one maps them
+        and sends them to the others by their own group: by NCCL between GPUs."""
+        if self.vllm_config.parallel_config.nnodes == 1:
+            return lent.mapped()
+        from vllm.distributed.parallel_state import get_world_group
+
+        group = get_world_group()
+        bytes_U = lent.mapped() if group.rank_in_group == 0 else np.empty(lent.nbytes, dtype=np.uint8)
+        for start in range(0, lent.nbytes, _BLOCK_BYTES):
+            block_U = torch.from_numpy(bytes_U[start : start + _BLOCK_BYTES])
+            on_device = block_U.to(self.device)
+            torch.distributed.broadcast(on_device, group.first_rank, group=group.device_group)
+            if group.rank_in_group > 0:
+                block_U.copy_(on_device)
+        return bytes_U
 
     def rlctl_derive(self) -> None:
         """Make again what vLLM makes of weights when it starts: the two parts of `kv_b_proj` of latent attention."""

@@ -101,6 +101,8 @@ def _library_configs(spec: Spec, role: RolePlan) -> list[str]:
 
 def _ranks(role: RolePlan, node: int) -> str:
     ranks = role.ranks_of(node)
+    if node % role.nodes_of_rank:
+        return f"a part of rank {ranks[0]}"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 

@@ -4,6 +4,7 @@ It is what `rlctl check-config --json` prints, and what `rlctl/check/tables.py` 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of, not_known
-from specs.schema.rank_groups import mesh_of, shard_groups
+from specs.schema.rank_groups import hosts_of_rank, mesh_of, shard_groups
 from specs.schema.recipes import RlSpec, RowsSpec, sampling_of
 from specs.schema.roles import REF, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
@@ -132,9 +133,12 @@ def _hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _links(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
-    """Return the hosts that weights go to, from the actor's rank 0 on this host, and how many replicas are there."""
-    hosts = [host for host in _hosts(spec, plan) if ROLLOUT in host["roles"]]
-    return [{"host": host["host"], "replicas": len(host["roles"][ROLLOUT]["ranks"])} for host in hosts]
+    """Return the hosts that weights go to, from the actor's rank 0 on this host, and how many replicas have their
+    process there."""
+    section = spec.role(ROLLOUT)
+    found = Counter(hosts_of_rank(section, rank)[0] for rank in range(section.processes))
+    names = {host["number"]: host["host"] for host in _hosts(spec, plan)}
+    return [{"host": names[number], "replicas": replicas} for number, replicas in found.items()]
 
 
 def _placement(spec: Spec) -> dict[str, dict[str, Any]]:

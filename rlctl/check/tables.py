@@ -155,7 +155,7 @@ def _meshes(section: RoleSection) -> Iterator[tuple[str, Sequence[RankGroup]]]:
 
 
 def _group_row(group: RankGroup) -> tuple[str, str, str, str]:
-    by_node = [[device for rank in group.ranks if rank.node == node for device in rank.devices] for node in group.nodes]
+    by_node = [[device for rank in group.ranks if node in rank.on for device in rank.devices] for node in group.nodes]
     places = "; ".join(dict.fromkeys(map(_devices, by_node)))
     return str(group.number), _span([rank.rank for rank in group.ranks]), _span(group.nodes), places
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specs.memory_parts import GIB, MOMENTS, Moment, Part, peak, total
+from specs.schema.rank_groups import hosts_of_rank
 from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 
@@ -79,13 +80,15 @@ def places_of(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB:
         section = spec.role(role.role)
         per_node = max(1, section.processes // section.nodes)
         for rank in range(section.processes):
-            node, local = section.hosts[rank // per_node], rank % per_node
+            local = rank % per_node
+            numbers = section.devices[local * role.devices_of_rank : (local + 1) * role.devices_of_rank]
             own = [part for part in role.parts if rank == 0 or not part.first_rank]
             on_device, on_host = (tuple(part for part in own if part.host == host) for host in (False, True))
-            for number in section.devices[local * role.devices_of_rank : (local + 1) * role.devices_of_rank]:
-                tenants.setdefault(("GPU", node, number), []).append((role.role, on_device))
-            if beside := on_device if role.device == "cpu" else on_host:
-                tenants.setdefault(("host", node, 0), []).append((role.role, beside))
+            for node in hosts_of_rank(section, rank):
+                for number in numbers:
+                    tenants.setdefault(("GPU", node, number), []).append((role.role, on_device))
+                if beside := on_device if role.device == "cpu" else on_host:
+                    tenants.setdefault(("host", node, 0), []).append((role.role, beside))
     alike: dict[tuple[str, tuple[tuple[RoleName, tuple[Part, ...]], ...]], list[str]] = {}
     for (kind, node, number), there in sorted(tenants.items(), key=lambda item: item[0]):
         name = f"node {node} GPU {number}" if kind == "GPU" else f"node {node}"

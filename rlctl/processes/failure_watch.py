@@ -71,7 +71,8 @@ class FailureWatch:
         unbuilt = message.call == 0 or message.verb is Verb.BUILD
         if of_now or message.call == 0:  # 0: the role could not be made; others: of a verb that has failed already
             joined = message.verb in JOINED_VERBS
-            alone = self._membership.plan.role(role).world_size_of_group == 1
+            plan = self._membership.plan.role(role)
+            alone = plan.world_size_of_group == plan.nodes_of_rank == 1
             evidence = from_error(role, rank, error, alone=alone, joined_call=message.call if joined else 0)
             roles = [plan.role for plan in self._membership.plan.roles] if joined else [role]
             self.assess(evidence, blame_s=self._grace_s(roles), unbuilt=unbuilt)
@@ -132,6 +133,7 @@ class FailureWatch:
         failed = self._states.newly_failed()
         for evidence in failed:
             self._membership.remove(evidence)
+            self._blame.forget_secondary(evidence.role, evidence.rank)
             self._watch.moved()
             self._groups[evidence.role].fail(evidence.rank)
             if evidence.role in _IN_A_SYNC and evidence.rank in self._states.dropped(evidence.role):
@@ -201,8 +203,9 @@ class FailureWatch:
 
     def _grace_s(self, roles: Sequence[str]) -> float:
         """Return how long a rank's error waits for the end of another rank of these roles."""
-        launchers = {self._membership.plan.role(role).launcher for role in roles}
-        return ROOT_CAUSE_GRACE_S if launchers == {"python"} else LAUNCHER_GRACE_S
+        plans = [self._membership.plan.role(role) for role in roles]
+        direct = all(plan.launcher == "python" and plan.nodes_of_rank == 1 for plan in plans)
+        return ROOT_CAUSE_GRACE_S if direct else LAUNCHER_GRACE_S
 
     # ── stacks, and what the person reads ─────────────────────────────────────────────────────────
 

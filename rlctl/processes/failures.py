@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -81,8 +82,12 @@ class Blame:
     def take_explained(self) -> list[Evidence]:
         """Return and forget the secondary failures of a sync: a rank that has failed explains them."""
         explained = [evidence for evidence in self._evidence if evidence.in_sync]
-        self._evidence = [evidence for evidence in self._evidence if not evidence.in_sync]
+        self._keep(lambda evidence: not evidence.in_sync)
         return explained
+
+    def forget_secondary(self, role: str, rank: int) -> None:
+        """Forget the secondary failures of a rank whose own end, or that of a part of it, explains them."""
+        self._keep(lambda it: (it.role, it.rank) != (role, rank) or it.weight is not Severity.SECONDARY)
 
     def root_cause(self) -> Evidence | None:
         """Return the evidence to blame once that is settled. What concerned one verb only is then forgotten."""
@@ -91,15 +96,18 @@ class Blame:
         first = min(self._evidence, key=lambda evidence: evidence.weight)
         if first.weight > Severity.ROOT and time.monotonic() < self._until[first.weight]:
             return None
-        self._evidence = [evidence for evidence in self._evidence if evidence.permanent]
+        self._keep(lambda evidence: evidence.permanent)
+        return first
+
+    def _keep(self, stays: Callable[[Evidence], bool]) -> None:
+        self._evidence = [evidence for evidence in self._evidence if stays(evidence)]
         left = {evidence.weight for evidence in self._evidence}
         self._until = {weight: until for weight, until in self._until.items() if weight in left}
-        return first
 
 
 def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool, joined_call: int = 0) -> Evidence:
-    """Return evidence of a rank's ERROR message. A rank that computes `alone` has no peer to blame, but in a joined
-    verb, of number `joined_call`."""
+    """Return evidence of a rank's ERROR message. A rank that computes `alone`, on one node, has no peer to blame, but
+    in a joined verb, of number `joined_call`."""
     from_peer = error.cause in (Cause.PEER_GONE, Cause.PEER_LATE)
     is_secondary = from_peer and (joined_call > 0 or not alone)
     return Evidence(
@@ -128,6 +136,9 @@ def from_end(started: Started, code: int) -> Evidence:
         return Evidence(role, rank, Cause.ENDED, message, log_name=log_name, host_lost=lost)
     if started.launcher and (reported := root_cause(started.log_path)):
         return _ended(role, *reported, Severity.ROOT)
+    if started.is_part:
+        message = f"its part on {started.host}: {describe_exit(code)}"
+        return Evidence(role, rank, Cause.ENDED, message, Severity.ROOT, log_name=started.log_path.name)
     is_root = code < 0 and (bool(started.launcher) or code not in _FOLLOW_UPS)
     weight = Severity.ROOT if is_root else Severity.EXIT
     if started.launcher:

@@ -19,6 +19,7 @@ from rlctl.processes.role_configs import model_paths
 from rlctl.processes.shells import Cluster, HostNeeds
 from rlctl.processes.slurm import SlurmJob, check_slurm
 from specs.rules.transport_rules import choose_transport
+from specs.schema.rank_groups import nodes_of_a_process
 from specs.schema.recipes import sampling_of
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ROLES, RoleName
@@ -63,7 +64,10 @@ def on_fewer_nodes(spec: Spec) -> list[str]:
     found, nodes = [], lead.nodes - fewer
     for name, section in spec.sections():
         if section.hosts == lead.hosts:
-            found += [f"{name}.nodes={nodes}", f"{name}.processes={section.processes // section.nodes * nodes}"]
+            processes, left = divmod(section.processes * nodes, section.nodes)
+            if left:  # replicas that span nodes
+                return []
+            found += [f"{name}.nodes={nodes}", f"{name}.processes={processes}"]
         elif section.hosts.start >= lead.nodes:
             found.append(f"{name}.first_node={section.hosts.start - fewer}")
     return found
@@ -100,7 +104,8 @@ def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
     """Return whether the run can begin while these hosts (by their numbers) are missing."""
     for role in spec.roles:
         section = spec.role(role)
-        gone = len(hosts.intersection(section.hosts)) * (section.processes // section.nodes)
+        span, each = nodes_of_a_process(section), max(1, section.processes // section.nodes)
+        gone = len({section.hosts.index(number) // span for number in hosts.intersection(section.hosts)}) * each
         least = section.min_processes if isinstance(section, Restartable) else None
         if gone and (least is None or section.processes - gone < least):
             return False

@@ -30,7 +30,8 @@ Place = tuple[str, int]  # role, rank
 
 _OUR_VARIABLES = (
     *("RLCTL_LOG_DIR", "RLCTL_DUMP_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_GROUP_STORE"),
-    *("RLCTL_CURVE_KEY", "RLCTL_DEVICES", "RLCTL_LOCAL_SIZE", "RLCTL_START"),
+    *("RLCTL_CURVE_KEY", "RLCTL_DEVICES", "RLCTL_LOCAL_SIZE", "RLCTL_START", "RLCTL_SPAN"),
+    *("RLCTL_SPAN_NODES", "RLCTL_SPAN_NODE"),
 )
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
 SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
@@ -43,7 +44,8 @@ _REMOTE_KILL_S = 8.0  # for a host to report that a process of it was killed
 
 @dataclass(frozen=True)
 class Started:
-    """A process that the driver started, here or on another `host`: one rank, or a `launcher` of several."""
+    """A process that the driver started, here or on another `host`: one rank, a `launcher` of several, or a part of a
+    rank that spans nodes, which does not end by itself."""
 
     role: str
     ranks: tuple[int, ...]
@@ -52,6 +54,7 @@ class Started:
     launcher: str = ""  # torchrun, deepspeed, srun
     host: str = ""
     mark: str = ""  # in its environment and that of its children on its host
+    is_part: bool = False
 
 
 class Launcher:
@@ -100,14 +103,23 @@ class Launcher:
             self._start_remote(plan, node, plan.ranks_of(node.node_rank), to_log, log_path)
 
     def start_rank(self, plan: RolePlan, rank: int, more: Mapping[str, str], port: str = "") -> None:
-        """Start a rank that has a process of its own. One on another host ends where that host is not there, or cannot
-        do its part. `more`: variables; `port`: the meeting port of ranks that compute together."""
+        """Start a rank that has a process of its own, and its parts on other nodes. One on another host ends where that
+        host is not there, or cannot do its part. `more`: variables; `port`: the meeting port of ranks that compute
+        together."""
         log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
         place = {**more, **_place(plan, rank, port)}
+        if plan.nodes_of_rank > 1:
+            meeting = tempfile.mkdtemp(prefix=f"rank{rank}_", dir=log_path.parent)
+            place |= {"RLCTL_SPAN": meeting, "RLCTL_SPAN_NODES": str(plan.nodes_of_rank)}
         if (node := plan.remote_of(rank)) is not None:
             self._start_remote(plan, node, (rank,), place, log_path)
         else:
             self._spawn(plan.role, (rank,), plan.command, self._environment(plan) | place, log_path)
+        for node in plan.remotes_of(rank):
+            if part := node.node_rank % plan.nodes_of_rank:
+                place_of_part = place | {"RLCTL_SPAN_NODE": str(part)}
+                log_path = log_path.with_name(f"rank{rank}_node{part}.log")
+                self._start_remote(plan, node, (rank,), place_of_part, log_path, is_part=True)
 
     def _make_store_folder(self) -> Path:
         """Make a folder that only this user can enter, for the file in which ranks on this host meet (torch's
@@ -159,6 +171,8 @@ class Launcher:
         ranks: tuple[int, ...],
         env: Mapping[str, str],
         log_path: Path,
+        *,
+        is_part: bool = False,
     ) -> None:
         """Start a process through the supervisor of its role and host."""
         connection = self._nodes.get((plan.role, node.host))
@@ -171,7 +185,7 @@ class Launcher:
         process = RemoteProcess(connection, mark)
         process.start(node.command, env, log_path)
         launcher = "" if plan.launcher == "python" else plan.launcher
-        self.started.append(Started(plan.role, ranks, process, log_path, launcher, node.host, mark))
+        self.started.append(Started(plan.role, ranks, process, log_path, launcher, node.host, mark, is_part))
 
     def _connect(self, plan: RolePlan, node: RemoteNode, *, is_new: bool) -> NodeConnection:
         """Open a shell on a host, which reads what to run, secrets too, from its input. `is_new`: the host was not
@@ -224,8 +238,8 @@ class Launcher:
             held.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for every started process to end by itself; return False when some did not in time."""
-        return _wait_for_all(self._processes, timeout_s)
+        """Wait for every started process to end that does so by itself; return False when some did not in time."""
+        return _wait_for_all([started.process for started in self.started if not started.is_part], timeout_s)
 
     @property
     def _processes(self) -> list[subprocess.Popen[bytes] | RemoteProcess]:

@@ -28,9 +28,9 @@ class Membership:
         self.launcher.start(plan)
         self.states.started(plan.role, plan.processes)
         return [
-            Evidence(plan.role, rank, Cause.OVERDUE, pending[host], needs_log=False)
+            Evidence(plan.role, rank, Cause.OVERDUE, pending[hosts[0]], needs_log=False)
             for rank in range(plan.processes)
-            if (host := plan.host_of(rank)) in pending
+            if (hosts := [node.host for node in plan.remotes_of(rank) if node.host in pending])
         ]
 
     def relaunch(self, role: str, rank: int) -> None:

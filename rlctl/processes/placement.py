@@ -16,6 +16,7 @@ from rlctl.processes.shells import Cluster
 from specs.errors import Problem, SpecError
 from specs.packages import package_path
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
+from specs.schema.rank_groups import nodes_of_a_process
 from specs.schema.recipes import RlSpec, sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
@@ -73,27 +74,33 @@ class RolePlan:
     threads: int
     world_size_of_group: int
     nodes: int = 1
+    nodes_of_rank: int = 1
     meeting: Rendezvous = field(default_factory=Rendezvous)
     remote: tuple[RemoteNode, ...] = ()
 
     @property
     def on_each(self) -> int:
-        """Return how many processes are on each node."""
+        """Return how many processes are on each node that has any."""
         return max(1, self.processes // self.nodes)
 
     @property
     def here(self) -> tuple[int, ...]:
         """Return the ranks on this host, as far as rlctl places them: srun has all."""
-        far = {rank for remote in self.remote for rank in self.ranks_of(remote.node_rank)}
-        return tuple(rank for rank in range(self.processes) if rank not in far)
+        return tuple(rank for rank in range(self.processes) if self.remote_of(rank) is None)
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Return the ranks on node `node` of the role."""
-        return tuple(range(node * self.on_each, (node + 1) * self.on_each))
+        """Return the ranks on node `node` of the role, or the one that it holds a part of."""
+        first = node // self.nodes_of_rank * self.on_each
+        return tuple(range(first, first + self.on_each))
+
+    def remotes_of(self, rank: int) -> list[RemoteNode]:
+        """Return the other hosts that a rank is planned on: this one and those that srun picks are none."""
+        return [remote for remote in self.remote if rank in self.ranks_of(remote.node_rank)]
 
     def remote_of(self, rank: int) -> RemoteNode | None:
-        """Return the other host that a rank is planned on. None: this host, or one that srun picks."""
-        return next((remote for remote in self.remote if remote.node_rank == rank // self.on_each), None)
+        """Return the other host that a rank's process is planned on. None: this host, or one that srun picks."""
+        node = rank // self.on_each * self.nodes_of_rank
+        return next((remote for remote in self.remote if remote.node_rank == node), None)
 
     def host_of(self, rank: int) -> str:
         """Return the name of the other host that a rank is planned on; empty: this host, or one that srun picks."""
@@ -190,6 +197,7 @@ class _Planner:
             threads=threads,
             world_size_of_group=group_size,
             nodes=section.nodes,
+            nodes_of_rank=nodes_of_a_process(section),
             meeting=meeting,
             remote=tuple(
                 RemoteNode(host, node, section.hosts[node], commands[node], remote_env)
@@ -205,7 +213,8 @@ class _Planner:
             return ()
         if not self.address:
             return ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        return ("GLOO_SOCKET_IFNAME",) if section.nodes == 1 or not ROLES[name].together else ()
+        alone = section.nodes == 1 or not (ROLES[name].together or nodes_of_a_process(section) > 1)
+        return ("GLOO_SOCKET_IFNAME",) if alone else ()
 
     def _meeting(self, name: RoleName, section: RoleSection) -> Rendezvous:
         if section.nodes == 1 or not ROLES[name].together:

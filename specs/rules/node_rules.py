@@ -48,7 +48,8 @@ def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     if not ROLES[role].spreads:
         yield Problem(key, f"the {role} role stays on the driver's host", "remove the key")
         return
-    if processes % nodes and role != REWARD:  # whose processes are as many as its nodes
+    spanned = ROLES[role].samples and nodes % processes == 0  # by each replica: role_rules.py
+    if processes % nodes and role != REWARD and not spanned:  # whose processes are as many as its nodes
         hint = f"use a multiple of {nodes}, e.g. {-(-processes // nodes) * nodes}"
         message = f"{processes} processes cannot be shared evenly by {nodes} nodes"
         yield Problem(f"{role}.processes", message, hint)

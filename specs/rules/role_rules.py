@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import EngineContext, RolloutTable, engine_of
-from specs.schema.rank_groups import devices_of_a_process
+from specs.schema.rank_groups import devices_of_a_process, nodes_of_a_process
 from specs.schema.recipes import sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
@@ -62,7 +62,7 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         hint = f"name {processes} different ones" if processes > 1 else "name it once"
         yield Problem(key, "GPU listed twice; each process needs its own", hint)
     there = len(devices) * section.nodes
-    if crosses_hosts(section) or not devices or not apart or there == processes * each:
+    if not devices or not apart or there == processes * each:
         return
     on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
     has = "one" if each == 1 else f"{each} (tensor_parallel)"
@@ -70,11 +70,6 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     if there % each:
         hint = f"name {processes * each} GPUs, or change {role}.engine.tensor_parallel"
     yield Problem(key, f"{len(devices)} GPUs{on_each} for {processes} processes; each process has {has}", hint)
-
-
-def crosses_hosts(section: RoleSection) -> bool:
-    """Return whether a process of a role on several hosts asks for more GPUs than are named of each."""
-    return section.nodes > 1 and bool(section.devices) and devices_of_a_process(section) > len(section.devices)
 
 
 # ── engines ───────────────────────────────────────────────────────────────────────────────────────
@@ -109,14 +104,23 @@ def engine_context(spec: Spec, role: RoleName, section: RoleSection) -> EngineCo
 
 def _sharded_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) -> Iterator[Problem]:
     key, each = f"{role}.engine.tensor_parallel", devices_of_a_process(section)
-    if crosses_hosts(section):
-        most = len(section.devices)
+    span, allowed = nodes_of_a_process(section), getattr(section, "allow_pickle_between_nodes", False)
+    if span == 1:
+        if allowed:
+            yield no_effect(f"{role}.allow_pickle_between_nodes", "each replica is on one node")
+    elif not engine.spans_nodes:
+        message = f"{section.processes} on {section.nodes} nodes: {engine.kind} keeps each replica on one"
+        yield Problem(f"{role}.processes", message, f"use a multiple of {section.nodes}")
+    elif not allowed:
         message = (
-            f"a replica is on one host, and {role} names {most} GPUs of each: across hosts its engine would send "
-            "pickled objects over connections that anybody can open"
+            f"each replica would span {span} nodes: {engine.kind} then sends pickled objects between them over "
+            "connections that anybody can open"
         )
-        hint = f"use at most {most}, with hosts of its own ({role}.first_node) where the model is tight"
-        yield Problem(key, message, hint)
+        hint = f"write true if their network is private, or use a multiple of {section.nodes} as {role}.processes"
+        yield Problem(f"{role}.allow_pickle_between_nodes", message, hint, "false")
+    elif each % span:
+        message = f"the {span} nodes of a replica cannot share tensor_parallel = {each} evenly"
+        yield Problem(key, message, f"use a multiple of {span}")
     if each > 1 and not section.devices and engine.parallel_on_cpu is False:
         hint = f"remove the key, or name {each * section.processes} GPUs in {role}.devices"
         yield Problem(key, f"shards the model across GPUs, and {role} runs on the CPU", hint)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.rank_groups import hosts_of_rank
 from specs.schema.recipes import SamplingSpec
 from specs.schema.roles import ACTOR, ROLLOUT
 from specs.schema.spec import TransportKind
@@ -16,7 +17,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of to
 
 def same_host(spec: SamplingSpec) -> bool:
     """Return whether every replica is on the host of the actor's rank 0, which is the driver's."""
-    return not spec.rollout.leaves_host
+    return not any(hosts_of_rank(spec.rollout, rank)[0] for rank in range(spec.rollout.processes))
 
 
 def choose_transport(spec: SamplingSpec) -> tuple[TransportKind, str]:

@@ -12,7 +12,8 @@ from specs.schema.role_section import RoleSection
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One rank. `devices` are its GPUs by their numbers on its node; none on the CPU."""
+    """One rank. `devices` are its GPUs by their numbers on each of its `nodes`, counted from `node`; none on the
+    CPU."""
 
     rank: int
     node: int
@@ -22,6 +23,11 @@ class RankPlacement:
     shard: int
     data: int
     sequence: int
+    nodes: int = 1
+
+    @property
+    def on(self) -> range:
+        return range(self.node, self.node + self.nodes)
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,25 @@ class RankGroup:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(rank.node for rank in self.ranks))
+        return tuple(dict.fromkeys(node for rank in self.ranks for node in rank.on))
 
 
 def devices_of_a_process(section: RoleSection) -> int:
     """Return the GPUs that each process of a role has: one, or all that its replica is cut across."""
     engine = engine_of(section)
     return 1 if engine is None else engine.devices_per_process()
+
+
+def nodes_of_a_process(section: RoleSection) -> int:
+    """Return the nodes that each process's model lies on: one, or those that its replica spans."""
+    return max(1, section.nodes // section.processes)
+
+
+def hosts_of_rank(section: RoleSection, rank: int) -> range:
+    """Return the numbers of the hosts that a rank is on: usually one; the first one has its process."""
+    span, on_each = nodes_of_a_process(section), max(1, section.processes // section.nodes)
+    first = rank // on_each * span
+    return section.hosts[first : first + span]
 
 
 def mesh_of(section: RoleSection) -> Mesh | None:
@@ -95,7 +113,9 @@ def _cut(ranks: Sequence[RankPlacement], size: int) -> list[RankGroup]:
 
 def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
     per_node, each = max(1, section.processes // section.nodes), devices_of_a_process(section)
+    span = nodes_of_a_process(section)
     for rank in range(mesh.ranks):
         node, local = divmod(rank, per_node)
         devices = tuple(section.devices[local * each : (local + 1) * each])
-        yield RankPlacement(rank, node, local, devices, *mesh.place(rank), *divmod(rank, mesh.sequence))
+        shared = divmod(rank, mesh.sequence)
+        yield RankPlacement(rank, node * span, local, devices, *mesh.place(rank), *shared, nodes=span)

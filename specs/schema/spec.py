@@ -108,6 +108,9 @@ class RolloutSection(Restartable):
     first_node: int = Field(0, ge=0, lt=512)
     """Number of its first host, where 0 is the driver's and the trainers' first. After the trainers' last host, the
     replicas have theirs to themselves."""
+    allow_pickle_between_nodes: bool = False
+    """Let replicas lie on several nodes each, where there are fewer `processes` than `nodes`: vLLM then sends pickled
+    objects between them over connections that anybody can open, so keep them on a private network."""
     dtype: DType | None = None
     """Precision; unset: the actor's."""
     attn_implementation: Attention | None = None

@@ -11,6 +11,7 @@ from backends import activity
 from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
+from backends.replica_span import ReplicaSpan
 from backends.weights import checksum
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -173,6 +174,13 @@ class Rollout(EngineRank[RolloutEngine]):
             Verb.CLOSE: self.close,
         }
         return Working(typed(verbs, {Verb.BUILD: RolloutConfig, Verb.PROBE: bodies.Probe}), self)
+
+
+def hold_part(span: ReplicaSpan) -> None:
+    """Hold a part of a replica that spans nodes, until the process is ended."""
+    build, address, port = span.await_begin()
+    config = RolloutConfig.model_validate(build)
+    rollout_engine(config.engine.kind).hold_part(config, span, address, port)
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

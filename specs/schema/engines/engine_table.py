@@ -129,6 +129,8 @@ class RolloutTable(EngineTable):
 
     parallel_on_cpu: ClassVar[bool | None] = None
     """Whether `devices_per_process` above one also cuts the model on the CPU."""
+    spans_nodes: ClassVar[bool] = False
+    """Whether `devices_per_process` may be on several nodes."""
     suspends: ClassVar[bool] = False
     """Whether completions continue with other weights than they began with, which `rollout.in_flight` needs."""
 

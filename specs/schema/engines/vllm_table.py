@@ -68,6 +68,7 @@ class VllmTable(RolloutTable):
     attention: ClassVar[Attends | None] = "engine"
     model_of: ClassVar[ModelOf | None] = "transformers"
     parallel_on_cpu: ClassVar[bool | None] = True
+    spans_nodes: ClassVar[bool] = True
     suspends: ClassVar[bool] = True
 
     def mesh(self, processes: int) -> Mesh:

@@ -115,7 +115,8 @@ def test_the_place_of_every_rank(spec: Path, capsys: pytest.CaptureFixture[str])
     actor = found["placement"]["actor"]
     assert actor["sequence"] == 4
     assert actor["ranks"][6] == {
-        "rank": 6, "node": 0, "local_rank": 6, "devices": [], "replica": 6, "shard": 0, "data": 1, "sequence": 2
+        "rank": 6, "node": 0, "local_rank": 6, "devices": [], "replica": 6, "shard": 0, "data": 1, "sequence": 2,
+        "nodes": 1,
     }  # fmt: skip
     vllm = ("rollout.engine.kind=vllm", "rollout.engine.tensor_parallel=2", "rollout.devices=[0,1,2,3,4,5,6,7]")
     two = ("rollout.nodes=2", "rollout.processes=8", "cluster.kind=slurm", "rollout.python=bin/python")

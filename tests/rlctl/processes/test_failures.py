@@ -59,6 +59,18 @@ def test_the_cause_decides_who_is_blamed(cause: Cause) -> None:
     assert error_of(0, cause, message, alone=True).weight is Severity.ROOT  # without peers it is the cause
 
 
+def test_the_end_of_a_part_explains_what_its_rank_raised() -> None:
+    blame = Blame()
+    blame.add(error_of(0, Cause.PEER_GONE, "Connection closed by peer"), grace_s=0)
+    blame.add(error_of(1, Cause.RAISED, "out of memory"), grace_s=0)
+    for rank in (0, 1):
+        blame.forget_secondary("actor", rank)
+    assert (cause := blame.root_cause()) is not None
+    assert cause.rank == 1
+    blame.add(error_of(0, Cause.PEER_GONE, "Connection closed by peer"), grace_s=60)
+    assert blame.root_cause() is None, "what was forgotten shortens no wait"
+
+
 def test_a_secondary_failure_without_a_root_cause_is_blamed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     blame, error = Blame(), error_of(0, Cause.PEER_LATE, "waited")
     blame.add(error, grace_s=60)

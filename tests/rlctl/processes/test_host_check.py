@@ -87,6 +87,15 @@ def test_which_hosts_a_run_may_begin_without() -> None:
     assert not may(2), "all processes of the reward role are needed"
     assert may(2, 3, min_processes=2)
     assert not may(2, min_processes=3)
+    # Replicas that span two nodes: either is lost with one of them, or with both.
+    del actor["nodes"], actor["processes"], actor["launcher"]
+    engine = {"kind": "vllm", "tensor_parallel": 2}
+    rollout = {"nodes": 4, "first_node": 1, "processes": 2, "min_processes": 1, "engine": engine}
+    rollout["allow_pickle_between_nodes"] = True
+    reward = {"terms": [{"kind": "exact_match"}]}
+    assert may(3)
+    assert may(3, 4)
+    assert not may(2, 3)
 
 
 def test_a_run_begins_on_the_nodes_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +114,12 @@ def test_a_run_begins_on_the_nodes_that_are_there(monkeypatch: pytest.MonkeyPatc
     assert actors == [["actor.nodes=3", "actor.processes=6"], ["actor.nodes=2", "actor.processes=4"]]
     assert found[3][2:] == ["rollout.first_node=2", "reward.nodes=2", "reward.processes=2"]
     assert found[2] == [], "fewer than actor.min_nodes: what is missing is said"
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    engine = {"kind": "vllm", "tensor_parallel": 2}
+    raw["rollout"] = {"nodes": 4, "processes": 2, "engine": engine, "allow_pickle_between_nodes": True}
+    assert on_fewer_nodes(RlSpec.model_validate(raw)) == [], "three nodes hold no two replicas of two"
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert "rollout.processes=1" in on_fewer_nodes(RlSpec.model_validate(raw))
 
 
 def test_what_each_host_takes_and_which_are_checked(tmp_path: Path) -> None:

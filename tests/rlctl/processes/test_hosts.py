@@ -17,6 +17,7 @@ from running import REPO, environment, finish, metrics, preset, settings, steps_
 from some_hosts import Hosts, left_in, ray_hosts
 from talking_runs import counted
 from talking_runs import write as write_talking
+from vllm_process import PYTHON, needs_vllm
 
 from rlctl.processes.ray_cluster import RayCluster
 from specs.errors import SpecError
@@ -229,6 +230,39 @@ def test_a_replica_whose_node_is_lost_comes_back_on_another_until_the_driver_die
         process.kill()
         process.communicate(timeout=200)
     wait_for(lambda: hosts.idle, 150, "the end of all hosts' processes")
+
+
+@needs_vllm
+def test_a_replica_spans_two_nodes_and_comes_back_when_a_worker_of_the_other_is_killed(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """In turns with the actor, so that both nodes' workers give their memory back."""
+    run = tmp_path / "run"
+    span = ("nodes=2", "engine.tensor_parallel=2", "allow_pickle_between_nodes=true", f"python={PYTHON}", "threads=1")
+    more = ("run.steps=3", "run.colocate=always", "eval.every=100", "eval.prompts=2", "data.prompts_per_step=16")
+    spec = on_hosts(hosts, preset("vllm-cpu", tmp_path))
+    process = train(hosts, spec, run, *settings(*(f"rollout.{key}" for key in span), *more))
+    try:
+        wait_for(lambda: steps_done(run) >= 1 or process.poll() is not None, 200, "the first step")
+        names = {one: psutil.Process(int(one)).name() for host in hosts.names[1:] for one in left_in(host)}
+        (worker,) = [int(one) for one, name in names.items() if name.startswith("VLLM::Worker")]
+        psutil.Process(worker).kill()
+        output = process.communicate(timeout=200)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert re.search(r"rollout rank 0 failed: its part on node 1 \(\S+\): its process ended with exit code", output), (
+        output
+    )
+    lines = [line for line in metrics(run) if line["step"] > 0]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["rollout/restarts"] == 1
+    for line in lines:
+        assert line["sync/verified"] is True
+        assert 0 < line["rollout/logprob_gap_max"] < 1e-4
+        assert line["actor/grad_norm"] > 0
+    assert json.loads((run / "as_built.json").read_text())["rollout"][0]["model"]["mesh"] == {"tensor": 2}
+    wait_for(lambda: hosts.idle, 60, "the end of all hosts' processes")
 
 
 def last_replicas(run: Path) -> int:

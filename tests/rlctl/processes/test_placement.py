@@ -141,6 +141,22 @@ def test_replicas_on_the_trainers_nodes() -> None:
     assert made.colocated
 
 
+def test_replicas_that_span_nodes() -> None:
+    engine = {"kind": "vllm", "tensor_parallel": 4}
+    rollout = {"processes": 2, "nodes": 4, "devices": [0, 1], "engine": engine, "allow_pickle_between_nodes": True}
+    role = plan(rollout=rollout, cluster={"kind": "ray"}, names="abcd").role("rollout")
+    assert [(node.host, role.ranks_of(node.node_rank)) for node in role.remote] == [
+        ("b", (0,)),
+        ("c", (1,)),
+        ("d", (1,)),
+    ]
+    assert (role.here, role.host_of(0), role.host_of(1)) == ((0,), "", "c")
+    assert [[node.host for node in role.remotes_of(rank)] for rank in (0, 1)] == [["b"], ["c", "d"]]
+    assert {node.command for node in role.remote} == {role.command}
+    assert {node.env["CUDA_VISIBLE_DEVICES"] for node in role.remote} == {"0,1"}
+    assert "GLOO_SOCKET_IFNAME" not in role.env, "each host finds its own"
+
+
 def test_replicas_on_nodes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")  # of this host, which has no replica
     rollout = {"processes": 4, "nodes": 2, "first_node": 1, "devices": [0, 1]}

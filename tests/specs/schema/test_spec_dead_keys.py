@@ -45,8 +45,9 @@ AT_RUN_TIME = {
     *("tracking.N.experiment", "tracking.N.tracking_uri"),
 }
 
-# Keys that only ever take one value, or repeat what others say: any other is refused.
-ONE_VALUE = {"schema", "run.recipe", "actor.engine.shard", "rollout.engine.tensor_parallel"}
+# Keys that only ever take one value, repeat what others say, or permit what they ask for: any other is refused.
+ONE_VALUE = {"schema", "run.recipe", "actor.engine.shard"}
+ONE_VALUE |= {"rollout.engine.tensor_parallel", "rollout.allow_pickle_between_nodes"}
 
 # Values where the next one of the type would not do.
 OTHER: dict[str, Any] = {
