@@ -66,7 +66,7 @@ def test_a_killed_attempts_files_go_from_the_runs_own_folder_only(tmp_path: Path
     [
         (["sync.transport=cuda_ipc", "actor.devices=[0]"], "sync.transport", "the rollout runs on the CPU"),
         (["sync.transport=cuda_ipc", *GPUS_APART], "sync.transport", "rank 0 is on 0, the rollouts on [1]"),
-        (["sync.transport=shm", "rollout.nodes=2"], "sync.transport", "shared memory stays on one host"),
+        (["sync.transport=shm", "rollout.nodes=2", "rollout.processes=2"], "sync.transport", "shared memory stays"),
     ],
 )
 def test_transports_that_lead_nowhere_are_refused(spec_path: Path, overrides: list[str], key: str, words: str) -> None:
