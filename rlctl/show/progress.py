@@ -202,7 +202,8 @@ class Progress:
         rows.add_column(style="bold", no_wrap=True, width=7)
         rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         width = max(20, self.console.width - 9)
-        rows.add_row(self._headline.word, self._headline_row(width))
+        if self._values:  # the first step says what the run is followed by
+            rows.add_row(self._headline.word, self._headline_row(width))
         for name, history in self._evals.items():
             rows.add_row("eval", _eval_row(name, history, width))
         if self._recent and self._recent[-1].get("rollout/length_mean") is not None:
@@ -226,8 +227,7 @@ class Progress:
         return head
 
     def _headline_row(self, width: int) -> Text:
-        latest = self._values[-1] if self._values else None
-        parts = [Text(number(latest), style="bold green")]
+        parts = [Text(number(self._values[-1]), style="bold green")]
         if self._recent and (silent := _silent(self._recent[-1])):
             parts.append(Text(silent, style="yellow"))
         known = [value for value in self._values if value is not None]

@@ -108,6 +108,9 @@ def test_a_long_wait_is_told_in_plain_lines(clock: HandClock) -> None:
 def test_the_panel_fits_its_width_and_shows_everything(clock: HandClock, width: int) -> None:
     target = console(width, terminal=True)
     bar = Progress(120, 0, "quickstart", target)
+    with target.capture() as before:
+        target.print(bar.render())
+    assert "reward" not in before.get(), "not known before a step: a run of sft has a loss"
     bar.evaluation(0, {"eval/heldout/reward_mean": 0.12, "eval/heldout/pass@1": 0.25, "eval/heldout/pass@8": 0.5})
     run(bar, clock, range(1, 60), 1.0)
     clock.now += 1.0
