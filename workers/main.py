@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _see_own_device(rank.local_rank)
     _use_interface_of_group(rank)
     if rank.span is not None and rank.span.node > 0:
+        os.environ.pop("RLCTL_SECRET", None)  # it does not dial
         rank.span.announce()
         import_module(f"workers.roles.{args.role}").hold_part(rank.span)
         return 1

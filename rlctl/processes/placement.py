@@ -95,12 +95,12 @@ class RolePlan:
 
     def remotes_of(self, rank: int) -> list[RemoteNode]:
         """Return the other hosts that a rank is planned on: this one and those that srun picks are none."""
-        return [remote for remote in self.remote if rank in self.ranks_of(remote.node_rank)]
+        first = rank // self.on_each * self.nodes_of_rank
+        return [remote for remote in self.remote if 0 <= remote.node_rank - first < self.nodes_of_rank]
 
     def remote_of(self, rank: int) -> RemoteNode | None:
         """Return the other host that a rank's process is planned on. None: this host, or one that srun picks."""
-        node = rank // self.on_each * self.nodes_of_rank
-        return next((remote for remote in self.remote if remote.node_rank == node), None)
+        return next((remote for remote in self.remotes_of(rank) if remote.node_rank % self.nodes_of_rank == 0), None)
 
     def host_of(self, rank: int) -> str:
         """Return the name of the other host that a rank is planned on; empty: this host, or one that srun picks."""
