@@ -105,11 +105,8 @@ def _span_from_env() -> ReplicaSpan | None:
     if "RLCTL_SPAN" not in env:
         return None
     nodes, node = int(env["RLCTL_SPAN_NODES"]), int(env.get("RLCTL_SPAN_NODE", "0"))
-    return ReplicaSpan(nodes, node, address_towards(_drivers_host()), Path(env["RLCTL_SPAN"]))
-
-
-def _drivers_host() -> str:
-    return os.environ["RLCTL_ADDRESS"].rpartition("/")[2].rpartition(":")[0]
+    own = address_towards(env["RLCTL_ADDRESS"].rpartition("/")[2].rpartition(":")[0])
+    return ReplicaSpan(nodes, node, own, Path(env["RLCTL_SPAN"]))
 
 
 def _work(link: Link, target: str, rank: Rank) -> int:
@@ -169,9 +166,8 @@ def _use_interface_of_group(rank: Rank) -> None:
     """Have ranks on several hosts, and the nodes of one, meet on the network that leads to the first, or to the
     driver, not where the host's name points."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-    first = _drivers_host() if rank.span is not None else os.environ.get("MASTER_ADDR", "")
-    several = local_size != rank.world_size or rank.span is not None
-    if not several or not (interface := interface_towards(first)):
+    first = os.environ.get("MASTER_ADDR", "") if rank.span is None else rank.span.address
+    if (local_size == rank.world_size and rank.span is None) or not (interface := interface_towards(first)):
         return
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
