@@ -233,6 +233,7 @@ def test_a_replica_whose_node_is_lost_comes_back_on_another_until_the_driver_die
 
 
 @needs_vllm
+@pytest.mark.timeout(500)
 def test_a_replica_spans_two_nodes_and_comes_back_when_a_worker_of_the_other_is_killed(
     hosts: Hosts, tmp_path: Path
 ) -> None:
