@@ -111,7 +111,8 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     samples = []
     for line in _lines(path)[0]:
         with contextlib.suppress(ValueError):
-            samples.append(json.loads(line))
+            if isinstance(sample := json.loads(line), dict):
+                samples.append(sample)
     return samples
 
 
