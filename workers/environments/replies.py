@@ -84,7 +84,12 @@ def _is_message(value: Any) -> bool:
 
 
 def as_text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+    """Return text as it is, and JSON of anything else; what cannot be JSON, such as a table whose keys are no text, as
+    Python shows it."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError):
+        text = str(value)
     if len(text) > TEXT_CHARACTERS:
         text = f"{text[:TEXT_CHARACTERS]}… (the first {TEXT_CHARACTERS} of {len(text)} characters)"
     return text

@@ -77,7 +77,7 @@ OTHER_CLASS = '''
                 kind: What.
             """
             values = {"draw": self.draw, "dict": {"a": [1, None], "é": {2}}, "none": None, "pair": (1, 2),
-                      "half": "\\ud800!", "nan": ("text", float("nan"))}
+                      "keys": {(1, 2): 3}, "half": "\\ud800!", "nan": ("text", float("nan"))}
             return values[kind]
 '''
 INCREMENT = {
@@ -126,6 +126,7 @@ def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
             "dict": '{"a": [1, null], "é": "{2}"}',
             "none": "null",
             "pair": "[1, 2]",
+            "keys": "{(1, 2): 3}",
             "half": "?!",
         }.items():
             assert await environment.call("show", {"kind": kind}) == EnvironmentReply(text, None, done=False)
