@@ -6,7 +6,6 @@ and the first node then says what they are to build, and where they meet.
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specs.json_file import write_object
+from specs.json_file import read_object, write_object
 
 _LOOK_S = 0.2
 _START = "start.json"
@@ -36,9 +35,7 @@ class ReplicaSpan:
 
     def await_parts(self) -> None:
         """Wait until all parts are there: the driver ends this process where one does not come."""
-        wanted = {f"node{node}" for node in range(1, self.nodes)}
-        while not wanted <= {path.name for path in self.folder.iterdir()}:
-            time.sleep(_LOOK_S)
+        self._await({f"node{node}" for node in range(1, self.nodes)})
 
     def begin(self, build: dict[str, Any]) -> tuple[str, int]:
         """Tell the parts what they are to `build`; return the address and port at which all meet."""
@@ -49,11 +46,15 @@ class ReplicaSpan:
 
     def await_begin(self) -> tuple[dict[str, Any], str, int]:
         """Wait for that; return what to build, and where to meet."""
-        while _START not in {path.name for path in self.folder.iterdir()}:
-            time.sleep(_LOOK_S)
-        start = json.loads((self.folder / _START).read_text(encoding="utf-8"))
+        self._await({_START})
+        start = read_object(self.folder / _START)
         return start["build"], start["address"], start["port"]
 
     def end(self) -> None:
         """Remove the files, once all have met."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _await(self, names: set[str]) -> None:
+        """Wait for files. The folder is listed: a network file system may remember that a file was not there."""
+        while not names <= {path.name for path in self.folder.iterdir()}:
+            time.sleep(_LOOK_S)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specs.memory_parts import GIB, MOMENTS, Moment, Part, peak, total
-from specs.schema.rank_groups import hosts_of_rank
+from specs.schema.rank_groups import hosts_of_rank, processes_of_a_node
 from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 
@@ -78,7 +78,7 @@ def places_of(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB:
     tenants: dict[tuple[str, int, int], list[tuple[RoleName, tuple[Part, ...]]]] = {}  # (kind, node, GPU) → ranks there
     for role in roles:
         section = spec.role(role.role)
-        per_node = max(1, section.processes // section.nodes)
+        per_node = processes_of_a_node(section)
         for rank in range(section.processes):
             local = rank % per_node
             numbers = section.devices[local * role.devices_of_rank : (local + 1) * role.devices_of_rank]

@@ -19,7 +19,7 @@ from rlctl.processes.role_configs import model_paths
 from rlctl.processes.shells import Cluster, HostNeeds
 from rlctl.processes.slurm import SlurmJob, check_slurm
 from specs.rules.transport_rules import choose_transport
-from specs.schema.rank_groups import nodes_of_a_process
+from specs.schema.rank_groups import nodes_of_a_process, processes_of_a_node
 from specs.schema.recipes import sampling_of
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ROLES, RoleName
@@ -104,8 +104,9 @@ def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
     """Return whether the run can begin while these hosts (by their numbers) are missing."""
     for role in spec.roles:
         section = spec.role(role)
-        span, each = nodes_of_a_process(section), max(1, section.processes // section.nodes)
-        gone = len({section.hosts.index(number) // span for number in hosts.intersection(section.hosts)}) * each
+        span = nodes_of_a_process(section)
+        parts = {section.hosts.index(number) // span for number in hosts.intersection(section.hosts)}
+        gone = len(parts) * processes_of_a_node(section)
         least = section.min_processes if isinstance(section, Restartable) else None
         if gone and (least is None or section.processes - gone < least):
             return False

@@ -16,7 +16,7 @@ from rlctl.processes.shells import Cluster
 from specs.errors import Problem, SpecError
 from specs.packages import package_path
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
-from specs.schema.rank_groups import nodes_of_a_process
+from specs.schema.rank_groups import nodes_of_a_process, processes_of_a_node
 from specs.schema.recipes import RlSpec, sampling_of
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
@@ -174,7 +174,7 @@ class _Planner:
 
     def role(self, name: RoleName, section: RoleSection) -> RolePlan:
         group_size = section.processes if ROLES[name].together else 1
-        on_one_node = max(1, section.processes // section.nodes)
+        on_one_node = processes_of_a_node(section)
         # Phases alternate, so each model may use every core, unless sampling runs ahead; roles without a model work
         # meanwhile and get one core.
         share = max(1, self.cores // self.at_once // on_one_node) if ROLES[name].holds_model else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,9 @@ class Journal:
         """Append a line; behind half of one, which a full disk or a kill has left, a new one. Raises OSError."""
         line = {"time": round(time.time(), 3), "attempt": self.attempt, "event": event, **fields}
         with open(self.path, "ab+") as file:
-            torn = file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-            file.write((b"\n" if torn else b"") + json_text(line).encode() + b"\n")
+            file.seek(max(0, file.tell() - 1))
+            behind = b"" if file.read(1) in (b"", b"\n") else b"\n"
+            file.write(behind + json_text(line).encode() + b"\n")
 
     def note(self, event: str, **fields: Any) -> None:
         """Append a line that nothing depends on: on a full disk it is lost."""

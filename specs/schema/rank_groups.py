@@ -49,6 +49,11 @@ def devices_of_a_process(section: RoleSection) -> int:
     return 1 if engine is None else engine.devices_per_process()
 
 
+def processes_of_a_node(section: RoleSection) -> int:
+    """Return how many processes a role has on each node that has any."""
+    return max(1, section.processes // section.nodes)
+
+
 def nodes_of_a_process(section: RoleSection) -> int:
     """Return the nodes that each process's model lies on: one, or those that its replica spans."""
     return max(1, section.nodes // section.processes)
@@ -56,8 +61,8 @@ def nodes_of_a_process(section: RoleSection) -> int:
 
 def hosts_of_rank(section: RoleSection, rank: int) -> range:
     """Return the numbers of the hosts that a rank is on: usually one; the first one has its process."""
-    span, on_each = nodes_of_a_process(section), max(1, section.processes // section.nodes)
-    first = rank // on_each * span
+    span = nodes_of_a_process(section)
+    first = rank // processes_of_a_node(section) * span
     return section.hosts[first : first + span]
 
 
@@ -112,8 +117,7 @@ def _cut(ranks: Sequence[RankPlacement], size: int) -> list[RankGroup]:
 
 
 def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
-    per_node, each = max(1, section.processes // section.nodes), devices_of_a_process(section)
-    span = nodes_of_a_process(section)
+    per_node, span, each = processes_of_a_node(section), nodes_of_a_process(section), devices_of_a_process(section)
     for rank in range(mesh.ranks):
         node, local = divmod(rank, per_node)
         devices = tuple(section.devices[local * each : (local + 1) * each])
