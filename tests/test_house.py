@@ -57,7 +57,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "schema": (5_116, 4_300, ("specs/schema",)),
     "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_641, 3_500, ("rlctl/processes", "workers/*.py")),
+    "processes": (4_669, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_324, 2_000, ("rlctl/show",)),
     "run": (3_072, 2_200, ("rlctl/run",)),
     "grading": (1_590, 1_400, ("workers/grading",)),
@@ -68,9 +68,9 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_312, 15_000, ("backends",)),
-    "four packages": (59_020, 50_000, WINGS),
+    "four packages": (59_048, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (45_071, 38_000, ("tests",)),
+    "tests with their cases": (45_119, 38_000, ("tests",)),
     "docs": (4_042, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

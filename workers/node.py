@@ -4,7 +4,7 @@
 ended, or the connection broke), everything that it started on this host is ended:
 
     in    {"start": KEY, "command": […], "env": {…}, "log": PATH}     {"kill": KEY}
-    out   {"ready": true}     {"ended": KEY, "code": N}, negative after a signal
+    out   {"ready": true}     {"ended": KEY, "code": N}, negative after a signal     {"alive": true}, every 5 s
 
 KEY marks a process and its children in their environment (RLCTL_PROCESS).
 """
@@ -26,6 +26,7 @@ PREFIX = "rlctl-node: "  # before each line to the driver: a login shell may pri
 _GRACE_S = 3.0
 _KILL_TIMEOUT_S = 10.0
 _LOOK_S = 0.05
+_BEAT_S = 5.0
 _IDLE_S = 60.0  # with no process left: the connection to a driver that is gone may stay open
 
 
@@ -35,7 +36,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._hung_up = False
-        self._used = time.monotonic()
+        self._used = self._beat = time.monotonic()
 
     def run(self) -> None:
         """Serve the driver until the connection ends."""
@@ -85,6 +86,9 @@ class Supervisor:
                 del self._running[key]
                 self._used = time.monotonic()
                 self._send({"ended": key, "code": code})
+        if time.monotonic() - self._beat > _BEAT_S:
+            self._beat = time.monotonic()
+            self._send({"alive": True})
         if not self._running and time.monotonic() - self._used > _IDLE_S:
             self._hung_up = True
 

@@ -23,8 +23,9 @@ from rlctl.processes.failures import (
     from_error,
 )
 from rlctl.processes.group import Group
-from rlctl.processes.launch import Place, tail
+from rlctl.processes.launch import Place, Started, tail
 from rlctl.processes.membership import Membership
+from rlctl.processes.node_connection import RemoteProcess
 from rlctl.processes.rank_states import RankState
 from rlctl.processes.stall_watch import Stall, StallWatch, Waiting
 from specs.errors import Cause, ChannelError, RoleFailure
@@ -128,6 +129,18 @@ class FailureWatch:
             if code is not None and started.mark not in self._ended:
                 self._ended.add(started.mark)
                 self.assess(from_end(started, code), _EXIT_GRACE_S)
+            elif started.is_part and started.mark not in self._ended and (silence := self._silence_of(started)):
+                self._ended.add(started.mark)
+                self.assess(Evidence(started.role, started.ranks[0], Cause.SILENT, silence, needs_log=False))
+
+    def _silence_of(self, started: Started) -> str:
+        """Return how long the host of a part, which has no heartbeat of its own, has been silent; empty: not too
+        long."""
+        assert isinstance(started.process, RemoteProcess)
+        seconds = started.process.node.silent_s
+        if seconds <= self._membership.hub.heartbeat_timeout_s:
+            return ""
+        return f"no sign of life from its part on {started.host} for {seconds:.1f} s: it is down, or its network is"
 
     def _settle_failures(self) -> None:
         failed = self._states.newly_failed()

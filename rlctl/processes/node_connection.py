@@ -15,6 +15,7 @@ from specs.errors import Problem
 from workers.node import PREFIX
 
 _LOOK_S = 0.02
+_PAUSE_S = 2.0  # between two looks: the driver was stopped, which is not the host's silence
 
 
 class NodeConnection:
@@ -28,6 +29,7 @@ class NodeConnection:
         self.checked = False  # what checks the host has answered
         self.problem: Problem | None = None  # that it has found
         self.codes: dict[str, int] = {}  # key → how it ended, as the supervisor reported it
+        self._heard = self._looked = time.monotonic()
         self._kept: list[str] = []
         self._unread = b""
         shell.write(script)
@@ -38,12 +40,21 @@ class NodeConnection:
 
     def receive(self) -> None:
         """Take in what the supervisor has sent."""
-        *lines, self._unread = (self._unread + self.shell.read()).split(b"\n")
+        now, text = time.monotonic(), self.shell.read()
+        if text or now - self._looked > _PAUSE_S:
+            self._heard = now
+        self._looked = now
+        *lines, self._unread = (self._unread + text).split(b"\n")
         for line in lines:
             self._handle(line.decode(errors="replace"))
         if self.ready and self._kept:
             kept, self._kept = self._kept, []
             self.shell.write("".join(kept))
+
+    @property
+    def silent_s(self) -> float:
+        """Return for how long a supervisor that was ready has said nothing, not even that it lives."""
+        return self._looked - self._heard if self.ready else 0.0
 
     def close(self) -> None:
         """Take in what an ended shell has left."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from probe_groups import wait_until
 
+from rlctl.processes.launch import remote_script
+from rlctl.processes.node_connection import NodeConnection
+from rlctl.processes.shells import LocalShell
 from specs.packages import package_root
 from workers.node import PREFIX
 from workers.watchdog import kill_marked, pids_marked
@@ -24,6 +29,32 @@ time.sleep(600)
 """
 
 
+def test_a_supervisor_that_is_stopped_is_silent(tmp_path: Path) -> None:
+    mark, log = f"SECRET=of {tmp_path}", tmp_path / "log"
+    env = {**os.environ, "PYTHONPATH": str(package_root()), "SECRET": f"of {tmp_path}"}
+    script = remote_script({}, [sys.executable, "-m", "workers.node"])
+    connection = NodeConnection("there", LocalShell(("sh",), env, log), script, log)
+
+    def silent_s() -> float:
+        connection.receive()
+        return connection.silent_s
+
+    assert wait_until(lambda: silent_s() > 0)
+    (pid,) = pids_marked(mark)
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        assert wait_until(lambda: silent_s() > 6)
+        os.kill(pid, signal.SIGCONT)
+        assert wait_until(lambda: silent_s() < 1, 5), "it says that it lives"
+        assert wait_until(lambda: silent_s() > 1)
+        time.sleep(2.5)
+        assert silent_s() == 0, "nobody listened meanwhile"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        connection.close()
+        assert wait_until(lambda: connection.shell.poll() is not None)
+
+
 def test_processes_are_started_killed_and_end_with_the_connection(tmp_path: Path) -> None:
     mark = f"SECRET=of {tmp_path}"
     env = {**os.environ, "PYTHONPATH": str(package_root()), "SECRET": f"of {tmp_path}"}
@@ -36,7 +67,9 @@ def test_processes_are_started_killed_and_end_with_the_connection(tmp_path: Path
             print(json.dumps(message), file=node.stdin, flush=True)
 
         def hear() -> object:
-            return json.loads(node.stdout.readline().removeprefix(PREFIX))
+            while (message := json.loads(node.stdout.readline().removeprefix(PREFIX))) == {"alive": True}:
+                pass
+            return message
 
         assert hear() == {"ready": True}
         logs = [tmp_path / f"{key}.log" for key in ("a", "b")]

@@ -18,6 +18,7 @@ from specs.wire.messages import Kind, Message, Verb, parse
 from workers.connection import Dial, Link
 
 BOUND_S = 30.0
+LINKS: list[Link] = []
 
 
 @pytest.fixture
@@ -25,6 +26,9 @@ def hub() -> Iterator[Hub]:
     hub = Hub(heartbeat_timeout_s=20)
     hub.expect("actor", 2)
     yield hub
+    for link in LINKS:  # also of a test that was left early: a link that hears no driver ends its process
+        link.close(linger_s=0)
+    LINKS.clear()
     hub.close()
 
 
@@ -160,7 +164,7 @@ def _echo_times(hub: Hub, link: Link, done: Callable[[], bool]) -> list[float]:
 
 
 def _join(hub: Hub, rank: int = 0) -> Link:
-    link = Link(_dial(hub, rank))
+    LINKS.append(link := Link(_dial(hub, rank)))
     link.connect(20)  # the hub's second thread answers
     member = _next(hub, Member)
     assert isinstance(member, Member)
