@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional import skip_without
 from train_helpers import train_config
 
 from backends.zero.deepspeed_start import check_keys, import_deepspeed
 from specs.errors import ModelError
 from specs.schema.engines.zero_table import ZeroTable
 
-pytest.importorskip("deepspeed")
+skip_without("deepspeed", "scripts/setup-engine deepspeed installs it")
 pytestmark = pytest.mark.slow
 
 

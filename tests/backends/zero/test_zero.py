@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu import on_cpu_and_gpu
+from optional import skip_without
 from train_helpers import QWEN2, build_engine, learn, train_config, write_model
 
 from backends.protocol import Rank
@@ -15,7 +16,7 @@ from backends.registry import train_engine
 from backends.train.role_group import device_index
 from specs.schema.engines.zero_table import ZeroTable
 
-pytest.importorskip("deepspeed")
+skip_without("deepspeed", "scripts/setup-engine deepspeed installs it")
 
 
 def test_one_engine_after_another_in_a_process(tmp_path: Path) -> None:

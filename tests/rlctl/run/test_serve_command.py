@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from running import start
 
@@ -49,6 +47,9 @@ def greedy(model: Path, messages: list[Any]) -> str:
 
 def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, model: Path) -> None:
     """Greedily, as transformers writes it, over both dialects; the second turn goes on from the first."""
+    import anthropic
+    import openai
+
     out, log = tmp_path / "rows.jsonl", ""
     out.write_text('{"messages": []}\n')
     process = start("serve", model, "--temperature", "0", "--out", out, RLCTL_SERVE_KEY="secret")

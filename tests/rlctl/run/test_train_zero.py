@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from optional import skip_without
 from running import finish, preset, settings, trained
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("deepspeed", reason="scripts/setup-engine deepspeed installs it")
+skip_without("deepspeed", "scripts/setup-engine deepspeed installs it")
 
 # Taking turns, so that trainers offload and onload in every step.
 SMALL = {

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from environment_pools import make_pool, opened, run, written
+from optional import skip_without
 from process_ends import ended
 
 from specs.errors import RewardError
 from workers.environments.environment_pool import Described, Environment, EnvironmentLost, EnvironmentReply
 
-pytest.importorskip("mcp", reason="the package mcp is an extra")
+skip_without("mcp", "the package mcp is an extra")
 
 SERVER = '''
     import os

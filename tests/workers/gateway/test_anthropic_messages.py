@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from agent_gateway import END, TASK, WEATHER, Served, call, serving
+from optional import when_used
 
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
+anthropic = when_used("anthropic", "Anthropic's client is not installed")
 
 TOOL = {
     "name": "weather",

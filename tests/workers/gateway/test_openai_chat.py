@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from agent_gateway import END, TASK, WEATHER, Served, call, serving
+from optional import when_used
 
-openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+openai = when_used("openai", "OpenAI's client is not installed")
 
 
 def client(served: Served) -> Any:
