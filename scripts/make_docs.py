@@ -333,7 +333,7 @@ OF_ROWS = """
 ## Supervised fine-tuning, preferences and reward models
 
 In recipes that learn from rows (`run.recipe` is `sft`, `preference` or `reward_model`) a step is one optimizer step on
-`data.rows_per_step` rows or pairs of all ranks together, however they are cut into micro-batches. Keys of TRL's
+`data.rows_per_step` rows or pairs of all ranks together, however they are split into micro-batches. Keys of TRL's
 `SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`, and a few of axolotl, LLaMA-Factory, verl and OpenRLHF; those
 of the model, the optimizer and the run are in the table above. Where a reward model learns, `actor.` there is
 `reward_model.`.

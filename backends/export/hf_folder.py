@@ -21,7 +21,7 @@ OnBytes = Callable[[int], None]  # called with the bytes of each finished tensor
 def write_folder(out: Path, tensors: Sequence[LazyTensor], shard_bytes: int, on_bytes: OnBytes) -> None:
     """Files of at most `shard_bytes` each (a larger tensor has one of its own), and the index that names them where
     there are several. Holds one tensor at a time."""
-    shards = _cut(tensors, shard_bytes)
+    shards = _split(tensors, shard_bytes)
     if len(shards) == 1:
         write_file(out / SINGLE, shards[0], {"format": "pt"}, on_bytes)
         return
@@ -35,7 +35,7 @@ def write_folder(out: Path, tensors: Sequence[LazyTensor], shard_bytes: int, on_
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _cut(tensors: Sequence[LazyTensor], shard_bytes: int) -> list[list[LazyTensor]]:
+def _split(tensors: Sequence[LazyTensor], shard_bytes: int) -> list[list[LazyTensor]]:
     shards: list[list[LazyTensor]] = [[]]
     free = shard_bytes
     for tensor in tensors:

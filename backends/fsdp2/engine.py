@@ -1,4 +1,4 @@
-"""The `fsdp2` train engine: parameters, gradients and optimizer state are cut in rows across the ranks.
+"""The `fsdp2` train engine: parameters, gradients and optimizer state are sharded by rows across the ranks.
 
 A layer's parameters are gathered when it runs and freed afterwards; gradients are reduce-scattered once per
 `forward_backward`. Each rank steps its own rows with a plain AdamW.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from backends.fsdp2.sharding import ShardMesh, allocate, cut_tensors, gathering_dtype, shard_policy
+from backends.fsdp2.sharding import ShardMesh, allocate, gathering_dtype, shard_policy, sharded_tensors
 from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank
 from backends.train.adamw import MOMENTS, gradient_norm, make_adamw, make_state, set_learning_rate, set_steps
@@ -44,7 +44,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         self.policy = Policy(model, config)
         self.units = shard_policy(self.policy, self.mesh, config.engine, self.compute)
         allocate(self.policy, config.engine, self.device)
-        self.weights = cut_tensors(model, self.mesh)
+        self.weights = sharded_tensors(model, self.mesh)
         self._read_weights(held.aliases)
         self._verify(self.compute)
         # Plain tensors that share memory with the local rows: a step needs no other rank. A parameter with fewer rows
@@ -65,7 +65,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
 
     @classmethod
     def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
-        """Cut as the first of so many ranks would, on the host, in a group that sends nothing."""
+        """Shard as the first of so many ranks would, on the host, in a group that sends nothing."""
         assert isinstance(config.engine, Fsdp2Table)
         with pretended_group(rank):
             mesh = ShardMesh(config.engine, rank, torch.device("cpu"))
@@ -79,7 +79,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
 
     def _built(self) -> ModelBuilt:
         """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
-        computed = {name: self.compute for name, cut in self.weights.items() if isinstance(cut.tensor, nn.Parameter)}
+        computed = {name: self.compute for name, own in self.weights.items() if isinstance(own.tensor, nn.Parameter)}
         full = self._full_weights(self.weights, computed)
         weights = ((name, tensor.to(computed.get(name, tensor.dtype))) for name, tensor in full)
         return self._described(weights, dtype=wire_dtype(self._gathered_dtype()), mesh=self.mesh.axes)

@@ -1,4 +1,4 @@
-"""How FSDP2 cuts a model: which modules are gathered together, along which mesh, and where a rank's rows begin.
+"""How FSDP2 shards a model: which modules are gathered together, along which mesh, and where a rank's rows begin.
 
 (Zhao et al. 2023, "PyTorch FSDP"; `fully_shard` is its second, per-parameter form.)
 """
@@ -25,7 +25,7 @@ from specs.schema.engines.fsdp2_table import Fsdp2Table
 
 
 class ShardMesh:
-    """`replicate` groups of `shard` ranks: each group holds the model once, cut in rows."""
+    """`replicate` groups of `shard` ranks: each group holds the model once, sharded by rows."""
 
     def __init__(self, engine: Fsdp2Table, rank: Rank, device: torch.device) -> None:
         self.replicate = engine.replicate
@@ -46,7 +46,7 @@ class ShardMesh:
 
 
 def shard_policy(policy: Policy, mesh: ShardMesh, engine: Fsdp2Table, compute: torch.dtype) -> list[FSDPModule]:
-    """Cut `policy`, whose parameters may be on meta, in place; returns the modules that gather, the root last.
+    """Shard `policy`, whose parameters may be on meta, in place; returns the modules that gather, the root last.
 
     Parameters keep their dtype and are gathered in `compute`; gradients are *summed* over the mesh, in fp32.
     """
@@ -60,7 +60,7 @@ def shard_policy(policy: Policy, mesh: ShardMesh, engine: Fsdp2Table, compute: t
     offload = CPUOffloadPolicy(pin_memory=pinned) if engine.offload == "cpu" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh.device_mesh, "mp_policy": mixed, "offload_policy": offload}
     # The blocks that are gathered one at a time.
-    layers = decoder_layers(policy.model, needed="by which fsdp2 cuts a model", hint='use engine.kind = "ddp"')
+    layers = decoder_layers(policy.model, needed="by which fsdp2 shards a model", hint='use engine.kind = "ddp"')
     units: list[nn.Module] = [*layers, policy]
     for unit in units:
         # The root stays gathered between forward and backward in any case: it is used last and first.
@@ -91,7 +91,7 @@ def allocate(policy: Policy, engine: Fsdp2Table, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class CutTensor:
+class RowShardedTensor:
     """A weight as this rank holds it: a parameter's rows, or a buffer, which every rank holds whole."""
 
     tensor: Tensor
@@ -133,6 +133,6 @@ class CutTensor:
         return tensor.full_tensor()
 
 
-def cut_tensors(model: PreTrainedModel, mesh: ShardMesh) -> dict[str, CutTensor]:
+def sharded_tensors(model: PreTrainedModel, mesh: ShardMesh) -> dict[str, RowShardedTensor]:
     """Return parameters and saved buffers in the order of `state_dict`; a tied one once, under its first name."""
-    return {name: CutTensor(tensor, mesh) for name, tensor in named_weights(model).items()}
+    return {name: RowShardedTensor(tensor, mesh) for name, tensor in named_weights(model).items()}

@@ -57,7 +57,7 @@ _ATTENTION = f"{PackedLayout.__module__}.{PackedLayout.attend.__qualname__}"
 
 
 class MegatronTrainEngine(HfTrainEngine):
-    """A Llama or Qwen model, cut across tensor ranks and pipeline stages."""
+    """A Llama or Qwen model, sharded across tensor ranks and pipeline stages."""
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)

@@ -1,7 +1,7 @@
 """How tensors of a Hugging Face model lie in the parameters of a Megatron model: pure functions, both ways.
 
-A parameter of Megatron-core's GPT model is one tensor of the Hugging Face model, or several fused. Each of these is cut
-in equal parts across the tensor ranks, and a rank fuses its own parts: first cut, then fused.
+A parameter of Megatron-core's GPT model is one tensor of the Hugging Face model, or several fused. Each of these is
+sharded equally across the tensor ranks, and a rank fuses its own shards: first sharded, then fused.
 
 - Attention: for every group of query heads that share a key head, the rows of its queries, its key, its value.
 - MLP: the rows of the gate, then the rows of the up projection.
@@ -37,14 +37,14 @@ class Heads:
 class Slot:
     """A parameter of one pipeline stage and the tensors that it is made of.
 
-    `cut`: the dim along which each of them is cut across tensor ranks; None: every rank has all of it. `padded`: the
-    rows that they are padded to before that; 0: none. `rows`: of an expert, which rows of each tensor it is made of,
-    where all dims but the last are one; its tensor ranks are those of experts.
+    `shard_dim`: the dim along which each of them is sharded across tensor ranks; None: every rank has all of it.
+    `padded`: the rows that they are padded to before that; 0: none. `rows`: of an expert, which rows of each tensor it
+    is made of, where all dims but the last are one; its tensor ranks are those of experts.
     """
 
     parameter: str
     weights: tuple[str, ...]
-    cut: int | None = None
+    shard_dim: int | None = None
     fusion: Fusion = "none"
     padded: int = 0
     rows: tuple[range, ...] = ()
@@ -68,11 +68,11 @@ class Experts:
     def fc1(self, parameter: str, name: str, expert: int) -> Slot:
         first = 2 * self.inner * expert
         gate, up = range(first, first + self.inner), range(first + self.inner, first + 2 * self.inner)
-        return Slot(parameter, (name, name), cut=0, fusion="gate_up", rows=(gate, up))
+        return Slot(parameter, (name, name), shard_dim=0, fusion="gate_up", rows=(gate, up))
 
     def fc2(self, parameter: str, name: str, expert: int) -> Slot:
         rows = range(self.hidden * expert, self.hidden * (expert + 1))
-        return Slot(parameter, (name,), cut=1, rows=(rows,))
+        return Slot(parameter, (name,), shard_dim=1, rows=(rows,))
 
 
 def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
@@ -109,7 +109,7 @@ def put_experts(whole: Tensor, slots: Sequence[Slot], held: Sequence[Sequence[Te
 
 def own_rows(slot: Slot, rows: int, rank: int, ranks: int) -> range:
     """Rows of one of the slot's tensors, which has so many, that a tensor rank needs."""
-    if slot.cut != 0:
+    if slot.shard_dim != 0:
         return range(rows)
     part = part_of(slot.padded or rows, rank, ranks)
     return range(min(part.start, rows), min(part.stop, rows))
@@ -117,7 +117,7 @@ def own_rows(slot: Slot, rows: int, rank: int, ranks: int) -> range:
 
 def own_part(read: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:
     """A tensor rank's part of one of the slot's tensors, from its `own_rows` of it."""
-    if slot.cut == 1:
+    if slot.shard_dim == 1:
         part = part_of(read.shape[1], rank, ranks)
         return read[:, part.start : part.stop]
     missing = slot.padded // ranks - len(read) if slot.padded else 0
@@ -126,7 +126,7 @@ def own_part(read: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:
 
 def whole_tensor(parts: Sequence[Tensor], slot: Slot, rows: int) -> Tensor:
     """One of the slot's tensors from the parts of all tensor ranks, in their order; `rows`: without padding."""
-    joined = parts[0] if slot.cut is None else torch.cat(list(parts), dim=slot.cut)
+    joined = parts[0] if slot.shard_dim is None else torch.cat(list(parts), dim=slot.shard_dim)
     return joined[:rows] if slot.padded else joined
 
 

@@ -86,12 +86,12 @@ class MegatronModel:
             decayed["weight_decay"] = config.optimizer.weight_decay * decayed["wd_mult"]
 
     def _mark_weights(self, model_map: ModelMap) -> None:
-        """Mark parameters as Megatron does where it draws weights itself: others than cut ones count once in the norm,
-        on the first tensor rank. Experts always have data ranks of their own: theirs are not those of the rest of the
-        model even with one expert rank, where an expert is cut across fewer ranks than that."""
+        """Mark parameters as Megatron does where it draws weights itself: others than sharded ones count once in the
+        norm, on the first tensor rank. Experts always have data ranks of their own: theirs are not those of the rest
+        of the model even with one expert rank, where an expert is sharded across fewer ranks than that."""
         parameters: dict[str, Any] = named_parameters(self.chunks)
         for slot in rank_slots(model_map, self.group):
-            parameters[slot.parameter].tensor_model_parallel = slot.cut is not None
+            parameters[slot.parameter].tensor_model_parallel = slot.shard_dim is not None
             if slot.rows:
                 parameters[slot.parameter].allreduce = False
 

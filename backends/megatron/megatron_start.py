@@ -33,7 +33,7 @@ def import_megatron(device: str) -> None:
 
 
 def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> None:
-    """Join the ranks' group and cut it in Megatron's. Raises ModelError where it is not installed."""
+    """Join the ranks' group and split it into Megatron's. Raises ModelError where it is not installed."""
     import_megatron(device)
     join_group(rank, device, even_alone=True)
     from megatron.core import parallel_state

@@ -1,9 +1,9 @@
 """This rank's part of the weights and of Adam's state, by their Hugging Face names.
 
-Megatron's distributed optimizer cuts masters and moments over the data ranks by position in a flat buffer; a parameter
-of a stage may lie in several of them. Here they are read whole, for export and checkpoints, and written from whole
-parts, when a model or a checkpoint is read. (Megatron's own checkpoints are pickles, which rlctl neither writes nor
-reads; ours have the names and shapes of the model, so that any engine on any number of ranks reads them.)
+Megatron's distributed optimizer shards masters and moments over the data ranks by position in a flat buffer; a
+parameter of a stage may lie in several of them. Here they are read whole, for export and checkpoints, and written
+from whole parts, when a model or a checkpoint is read. (Megatron's own checkpoints are pickles, which rlctl neither
+writes nor reads; ours have the names and shapes of the model, so that any engine on any number of ranks reads them.)
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ShardedWeights:
             left[slot.parameter] -= 1
             if not left[slot.parameter]:
                 del made[slot.parameter]
-            parts = [part] if slot.cut is None else self.group.of_all_tensor_ranks(part)
+            parts = [part] if slot.shard_dim is None else self.group.of_all_tensor_ranks(part)
             yield name, whole_tensor(parts, slot, self.shapes[name][0])
 
     def _held(self, slot: Slot, kind: Kind, *, computed: bool) -> Tensor:

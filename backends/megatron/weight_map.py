@@ -80,7 +80,7 @@ class ModelMap:
         padded = padded_vocabulary(self.vocabulary, tensor_ranks)
         first, last = stage == 0, stage == stages - 1
         if first:
-            found.append(Slot("embedding.word_embeddings.weight", (EMBEDDING,), cut=0, padded=padded))
+            found.append(Slot("embedding.word_embeddings.weight", (EMBEDDING,), shard_dim=0, padded=padded))
         for place, layer in enumerate(layers_of_stage(self.layers, stage, stages)):
             ours, theirs = f"decoder.layers.{place}", f"model.layers.{layer}"
             found += self._attention(ours, theirs)
@@ -90,9 +90,9 @@ class ModelMap:
             if self.scores:
                 found.append(Slot("score.weight", (SCORE,)))
             elif not self.tied:
-                found.append(Slot("output_layer.weight", (HEAD,), cut=0, padded=padded))
+                found.append(Slot("output_layer.weight", (HEAD,), shard_dim=0, padded=padded))
             elif not first:
-                found.append(Slot("output_layer.weight", (EMBEDDING,), cut=0, padded=padded))
+                found.append(Slot("output_layer.weight", (EMBEDDING,), shard_dim=0, padded=padded))
         return found
 
     def _attention(self, ours: str, theirs: str) -> Iterator[Slot]:
@@ -100,18 +100,18 @@ class ModelMap:
         yield Slot(f"{ours}.{norm}", (f"{theirs}.input_layernorm.weight",))
         for kind in ("weight", "bias") if self.qkv_bias else ("weight",):
             qkv = tuple(f"{theirs}.self_attn.{each}_proj.{kind}" for each in "qkv")
-            yield Slot(f"{ours}.self_attention.linear_qkv.{kind}", qkv, cut=0, fusion="qkv")
+            yield Slot(f"{ours}.self_attention.linear_qkv.{kind}", qkv, shard_dim=0, fusion="qkv")
         for each in "qk" if self.qk_norm else "":
             norm = f"{theirs}.self_attn.{each}_norm.weight"
             yield Slot(f"{ours}.self_attention.{each}_layernorm.weight", (norm,))
-        yield Slot(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",), cut=1)
+        yield Slot(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",), shard_dim=1)
 
     def _dense(self, ours: str, theirs: str) -> Iterator[Slot]:
         norm = "mlp.linear_fc1.layer_norm_weight" if self.fused_norms else "pre_mlp_layernorm.weight"
         yield Slot(f"{ours}.{norm}", (f"{theirs}.post_attention_layernorm.weight",))
         gate_up = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
-        yield Slot(f"{ours}.mlp.linear_fc1.weight", gate_up, cut=0, fusion="gate_up")
-        yield Slot(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",), cut=1)
+        yield Slot(f"{ours}.mlp.linear_fc1.weight", gate_up, shard_dim=0, fusion="gate_up")
+        yield Slot(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",), shard_dim=1)
 
     def _sparse(self, ours: str, theirs: str, experts: range) -> Iterator[Slot]:
         assert self.experts is not None

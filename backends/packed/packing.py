@@ -130,17 +130,17 @@ class Packing:
     heaviest: Callable[[Sequence[float]], Sequence[float]] | None = None
 
     def micro_batches(self, batch: Batch) -> MicroBatches:
-        """Cut a batch (needs `tokens_T`, `loss_mask_T`): as few micro-batches as fit, or as many as all ranks make
+        """Split a batch (needs `tokens_T`, `loss_mask_T`): as few micro-batches as fit, or as many as all ranks make
         where there are sequences enough. Those with the same `unit_B`, where there is that column, stay together.
 
         Only what predicts a loss token is computed: a sequence ends before its last loss token, and one without any is
         left out. Raises BatchError when a whole sequence is over the budget, computed or not.
         """
         self.budget.check(batch["length_B"])
-        return self._cut(batch, batch, None)
+        return self._split(batch, batch, None)
 
     def last_token_micro_batches(self, batch: Batch) -> MicroBatches:
-        """Cut a batch (needs `tokens_T`) so that all of it is computed.
+        """Split a batch (needs `tokens_T`) so that all of it is computed.
 
         `hidden_N`: the row of each sequence's last token. `column_N`: the sequence's index. Sequences without tokens
         are left out. With `loss_mask_T` they share prompts, and with `unit_B` stay together, as in `micro_batches`.
@@ -159,11 +159,11 @@ class Packing:
             }
         )
         if "loss_mask_T" not in batch:
-            return self._cut(asked, asked, asked.sequence_T)
+            return self._split(asked, asked, asked.sequence_T)
         mask_T = np.insert(batch["loss_mask_T"], ends[has_B], 1)
-        return self._cut(Batch({**asked.columns, "loss_mask_T": mask_T}), asked, asked.sequence_T)
+        return self._split(Batch({**asked.columns, "loss_mask_T": mask_T}), asked, asked.sequence_T)
 
-    def _cut(self, measured: Batch, batch: Batch, column_T: NDArray[np.int64] | None) -> MicroBatches:
+    def _split(self, measured: Batch, batch: Batch, column_T: NDArray[np.int64] | None) -> MicroBatches:
         """`measured`: the same sequences with a mask that says what is computed, and where prompts end."""
         work = SequenceWork.of(measured, size=self.size, share_prompts=self.share_prompts)
         joined = work.joined(batch["unit_B"]) if "unit_B" in batch else None

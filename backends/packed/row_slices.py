@@ -15,8 +15,8 @@ from backends.ulysses.sequence_group import SequenceGroup
 
 def part_of(micro: MicroBatch, group: SequenceGroup) -> MicroBatch:
     """The micro-batch as this rank computes it. Its row is still the whole one, with a segment of its own at the end
-    where it lacks tokens to be cut into equal parts. Its loss tokens are those that this rank's rows predict (there may
-    be none), and `hidden_N` counts from the first of these rows."""
+    where it lacks tokens to be split into equal parts. Its loss tokens are those that this rank's rows predict (there
+    may be none), and `hidden_N` counts from the first of these rows."""
     if group.alone:
         return micro
     row = padded(micro, group.padding(micro.num_tokens))

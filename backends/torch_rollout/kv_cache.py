@@ -261,7 +261,7 @@ SORT_COST = 2.0  # a sort reads and writes the cache once: about two reads
 
 
 def split(read_B: NDArray[np.int64], start: int = 0, depth: int = MAX_DEPTH) -> list[SlotSegment]:
-    """Cut neighbouring slots into segments that read few rows. `read_B`: cached positions that each slot reads."""
+    """Split neighbouring slots into segments that read few rows. `read_B`: cached positions that each slot reads."""
     n, longest = len(read_B), int(read_B.max())
     whole = [SlotSegment(start, start + n, longest)]
     if depth == 0 or n * longest - int(read_B.sum()) < LEAST_ROWS_SAVED:

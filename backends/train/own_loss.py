@@ -40,7 +40,7 @@ def try_loss(path: str) -> None:
     steady = torch.equal(loss_N, again_N)
     if steady and not torch.allclose(loss_N[:1], alone_N, rtol=1e-4, atol=1e-6):
         message = f"{path}: the loss of a token is {alone_N[0]:.6g} alone and {loss_N[0]:.6g} beside five others"
-        raise OwnFunctionError(message, hint="micro-batches cut tokens anywhere: use the token's own numbers alone")
+        raise OwnFunctionError(message, hint="micro-batches split samples anywhere: use the token's own numbers alone")
 
 
 def _loss(path: str, count: int) -> Tensor:

@@ -49,7 +49,7 @@ def write_shards(folder: Path, stem: str, rank: int, ranks: int, shards: Iterabl
     the host only where it is not there yet, one at a time."""
     parts, shapes = [], {}
     for shard in shards:
-        assert shard.start + shard.flat.numel() <= max(1, math.prod(shard.shape)), f"{shard.name} is cut outside itself"
+        assert shard.start + shard.flat.numel() <= max(1, math.prod(shard.shape)), f"{shard.name}: more than all of it"
         if shard.owned and (shard.flat.numel() or not math.prod(shard.shape)):  # an empty tensor has a part, too
             key = f"{shard.name}@{shard.start}"
             parts.append(LazyTensor(key, (shard.flat.numel(),), shard.flat.dtype, shard.flat.detach))

@@ -1,7 +1,7 @@
 """The ranks that share a row, and which of its rows each has.
 
 The ranks of a role lie on data × sequence: a sequence group is `degree` consecutive ranks. `own_rows` is the only place
-that says how a row is cut.
+that says how a row is split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SequenceGroup:
         return self.size == 1
 
     def padding(self, tokens: int) -> int:
-        """Tokens that a row of so many lacks to be cut into equal parts. They become a segment of their own."""
+        """Tokens that a row of so many lacks to be split into equal parts. They become a segment of their own."""
         return -tokens % self.size
 
     def own_rows(self, tokens: int) -> NDArray[np.int64]:

@@ -45,7 +45,7 @@ class AdapterSlot:
     def clear(self) -> None:
         """Zeros in every place, padding of the rank included, and vLLM's note that the adapters are there. Anew after
         each sleep that dropped memory: vLLM keeps tables of which token has which adapter there too, and would not
-        write them again for the same batch; a head cut for tensor parallelism keeps one of its tokens."""
+        write them again for the same batch; a head sharded for tensor parallelism keeps one of its tokens."""
         self.model_runner.reset_lora_state()
         self.manager.add_adapter(self.manager.create_dummy_lora(ADAPTER_ID, self.rank, self.embeddings))
         self.manager.activate_adapter(ADAPTER_ID)
@@ -70,16 +70,16 @@ class AdapterSlot:
         stacked[index][SLOT, 0, : part.shape[0], : part.shape[1]].copy_(part)
 
     def _part(self, module: Any, index: int, weight: Tensor, is_down: bool) -> Tensor:
-        """vLLM's own cut for tensor parallelism, which wants all parts of a fused layer at once."""
+        """vLLM's own sharding for tensor parallelism, which wants all parts of a fused layer at once."""
         if module.tp_size == 1:
             return weight
-        cut = module.slice_lora_a if is_down else module.slice_lora_b
+        shard = module.slice_lora_a if is_down else module.slice_lora_b
         if module.n_slices == 1:
-            part: Tensor = cut(weight)
+            part: Tensor = shard(weight)
             return part
         parts: list[Tensor | None] = [None] * module.n_slices
         parts[index] = weight
-        part = cut(parts)[index]
+        part = shard(parts)[index]
         return part
 
     def _wrapped(self, layer: str) -> tuple[Any, int]:

@@ -99,18 +99,18 @@ def stop_deepspeed() -> None:
         comm.destroy_process_group()
 
 
-def cut_model(deepspeed: Any, model: PreTrainedModel, ds_config: dict[str, Any], device: torch.device) -> None:
+def shard_model(deepspeed: Any, model: PreTrainedModel, ds_config: dict[str, Any], device: torch.device) -> None:
     """Give every parameter of a model on meta its part of (unset) memory, one after another.
 
     (`zero.Init` around the constructor would also draw every weight, and make rotary frequencies in bf16.)
     """
-    cut: dict[int, nn.Parameter] = {}
+    sharded: dict[int, nn.Parameter] = {}
     first: Any = None
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if id(parameter) not in cut:
+            if id(parameter) not in sharded:
                 made = nn.Parameter(
                     torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad
                 )
@@ -120,5 +120,5 @@ def cut_model(deepspeed: Any, model: PreTrainedModel, ds_config: dict[str, Any],
                     deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config, dtype=made.dtype)
                 else:
                     first.convert_to_zero_parameters(param_list=[made])
-                cut[id(parameter)] = made
-            module._parameters[name] = cut[id(parameter)]
+                sharded[id(parameter)] = made
+            module._parameters[name] = sharded[id(parameter)]

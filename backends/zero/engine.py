@@ -1,8 +1,8 @@
-"""The `zero` train engine: DeepSpeed ZeRO cuts optimizer state, gradients and parameters across all ranks.
+"""The `zero` train engine: DeepSpeed ZeRO shards optimizer state, gradients and parameters across all ranks.
 
 Numbers are those of `ddp`: the gradient is the sum over ranks (DeepSpeed averages, so the loss is multiplied by the
 number of ranks), AdamW is torch's, weight decay is for matrices, and a step whose gradient norm is not finite changes
-nothing. A role that does not learn has nothing to cut at stages 1 and 2, and holds its model whole, without DeepSpeed.
+nothing. A role that does not learn has nothing to shard at stages 1 and 2: it holds its model whole, without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from backends.train.tensor_shards import Shard, whole
 from backends.weights.tensor_bytes import named_weights
 from backends.zero.deepspeed_start import (
     check_keys,
-    cut_model,
     deepspeed_config,
     import_deepspeed,
+    shard_model,
     start_deepspeed,
     stop_deepspeed,
 )
-from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, full_shape
+from backends.zero.partitions import Partitions, ShardedParameters, SlicedGroups, full_shape
 from specs.schema.engines.zero_table import ZeroTable
 from specs.schema.role_section import DType
 from specs.wire.as_built import ModelBuilt
@@ -52,11 +52,11 @@ class ZeroTrainEngine(HfTrainEngine):
         self.stage = config.engine.stage
         ds_config = deepspeed_config(config)
         check_keys(deepspeed, config)
-        cuts = self.stage == 3
-        held = self._hold_model(build_on_meta if cuts else partial(build_model, load_weights=False))
+        shards_parameters = self.stage == 3
+        held = self._hold_model(build_on_meta if shards_parameters else partial(build_model, load_weights=False))
         model = held.model
-        if cuts:
-            cut_model(deepspeed, model, ds_config, self.device)
+        if shards_parameters:
+            shard_model(deepspeed, model, ds_config, self.device)
             if layers := state_layers(model):
                 # Ranks may run them in unequal numbers of batches: their parameters are gathered once for all of these.
                 deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
@@ -68,10 +68,10 @@ class ZeroTrainEngine(HfTrainEngine):
             self.adamw = make_adamw(dims, config.optimizer)
         self.deepspeed: Any = None
         self.parts: Partitions | None = None
-        if cuts or self.adamw is not None:
+        if shards_parameters or self.adamw is not None:
             self.deepspeed, *_ = deepspeed.initialize(model=self.policy, optimizer=self.adamw, config=ds_config)
-            cut = CutParameters if cuts else SlicedGroups
-            self.parts = cut(self.deepspeed.optimizer, named_weights(model))
+            layout = ShardedParameters if shards_parameters else SlicedGroups
+            self.parts = layout(self.deepspeed.optimizer, named_weights(model))
         self._read_weights(held.aliases)
         if self.parts is not None:
             self.parts.refresh()
@@ -99,7 +99,7 @@ class ZeroTrainEngine(HfTrainEngine):
     def _built(self) -> ModelBuilt:
         model, parts = self.policy.model, self.parts
         mesh = {"shard": self.rank.world_size if parts is None else parts.shards}
-        if not isinstance(parts, CutParameters):
+        if not isinstance(parts, ShardedParameters):
             return describe(model, self.config.model, checksum=True).model_copy(update={"mesh": mesh})
         parameters: Iterator[tuple[str, Any]] = model.named_parameters()  # DeepSpeed adds `ds_numel` to each parameter
         sizes = {name: (int(p.ds_numel), bool(p.requires_grad)) for name, p in parameters}

@@ -1,7 +1,7 @@
 """Locates a rank's partition in DeepSpeed's memory, as runs of elements of named weights.
 
 Stages 1 and 2 lay a group's parameters out one after another and give each rank an equal slice of that flat buffer.
-Stage 3 cuts every parameter into equal parts (the last one padded) and lays a rank's parts out one after another.
+Stage 3 shards every parameter into equal parts (the last one padded) and lays a rank's parts out one after another.
 Either way a rank's fp32 master weights are one flat tensor per group, and Adam's moments lie like them.
 
 Written against DeepSpeed 0.19: these are its internal names, for its public functions gather whole tensors.
@@ -58,7 +58,7 @@ class Partitions(ABC):
     @property
     @abstractmethod
     def shards(self) -> int:
-        """Into how many parts the master weights are cut, read back from the sizes of what is there."""
+        """Into how many parts the master weights are sharded, read back from the sizes of what is there."""
 
     @abstractmethod
     def _groups(self) -> list[list[nn.Parameter]]: ...
@@ -159,7 +159,7 @@ class SlicedGroups(Partitions):
         return found
 
 
-class CutParameters(Partitions):
+class ShardedParameters(Partitions):
     """Stage 3: a rank has its part of every parameter. A role that does not learn has no groups, only parts."""
 
     @property

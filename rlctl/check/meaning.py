@@ -147,7 +147,7 @@ def _placement(spec: Spec) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in spec.roles:
         section = spec.role(name)
-        if (mesh := mesh_of(section)) is not None and mesh.is_cut:
+        if (mesh := mesh_of(section)) is not None and mesh.is_sharded:
             listed = [asdict(rank) for group in shard_groups(section) for rank in group.ranks]
             axes = {"replicate": mesh.replicate, "shard": mesh.shard, "sequence": mesh.sequence}
             found[name] = {**axes, "ranks": listed}

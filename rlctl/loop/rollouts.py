@@ -64,7 +64,7 @@ class GradedGroups:
 
 
 def without_truncated(batch: Batch) -> Batch:
-    """The batch with rollouts that were cut off wholly off the loss mask."""
+    """The batch with rollouts that were truncated wholly off the loss mask."""
     rollouts = Rollouts.of(batch["rollout_B"])
     finished_B = rollouts.all(batch["finished_B"] != 0)[rollouts.index_B]
     mask_T = batch["loss_mask_T"]

@@ -145,7 +145,7 @@ def decayed_sums(value_N: Numbers, length_S: NDArray[np.int64], *decays: float |
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples cut from their ends into rows of W tokens, R rows in all, the last row first.
+    """Samples split from their ends into rows of W tokens, R rows in all, the last row first.
 
     A sample's first row may begin in the samples before it. What it makes of their tokens is handed on to nobody, and
     is overwritten when rows are written back in their order.

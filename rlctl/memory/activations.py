@@ -39,7 +39,7 @@ class Pass:
     offloaded: bool = False  # what is kept waits in host memory
     sequence_parallel: int = 1  # ranks that share a row
     tensor: int = 1  # ranks that hold a part of each layer, and of the head
-    rows_cut: int = 1  # of these, those that hold a part of the row between the parts that are cut
+    row_parts: int = 1  # of these, those that hold a part of the row between the sharded layers
     stages: int = 1  # that the layers are shared out to, as many to each
     chunks: int = 1  # groups of layers of a stage
     angles: int = 0  # tensors of the head size that each layer keeps of its rotations
@@ -94,7 +94,7 @@ def _stage_parts(work: Pass, stage: int) -> Iterator[Part]:
     again = sum(max(0, min(each, work.recomputed - group * each)) for group in begun)
     layers, first, last = len(begun) * each, stage == 0, stage == work.stages - 1
     kept, largest = _layer_bytes(work)
-    row = work.tokens * work.facts.hidden_size * work.size // work.rows_cut
+    row = work.tokens * work.facts.hidden_size * work.size // work.row_parts
     # Embeddings and the last norm; what came from the stage before, and what goes to the next one.
     outside = (3 if last else 0) * row + len(begun) * ((not first) + (not last)) * row
     of_layers = again * row + (layers - again) * kept
@@ -126,7 +126,7 @@ def _layer_bytes(work: Pass) -> tuple[int, int]:
     layers, norms, attention or a state, and activation."""
     facts, size = work.facts, work.size
     lean = facts.model_type in _LEAN_NORMS and work.device == "cpu" and work.dtype == "fp32"
-    norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size) // work.rows_cut
+    norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size) // work.row_parts
     # Ranks that share a row hold all of it for some heads, and a key-value head each at least.
     kv_heads = max(facts.kv_heads, work.sequence_parallel * work.tensor)
     query, key = (heads * facts.head_dim // work.tensor for heads in (facts.heads, kv_heads))
@@ -138,7 +138,7 @@ def _layer_bytes(work: Pass) -> tuple[int, int]:
     attention += work.angles * facts.head_dim * size
     if work.head_norms:  # their outputs are rotated at once
         attention += (query + key) * (size if lean else _FP32 + size)
-    every = norms + (work.mlp_tensors * work.mlp_width + experts // work.rows_cut) * size
+    every = norms + (work.mlp_tensors * work.mlp_width + experts // work.row_parts) * size
     state, both = _state_bytes(work), facts.state_layers + facts.cached_layers > facts.layers
     mean = (facts.cached_layers * attention + facts.state_layers * state) // facts.layers
     largest = attention + state if both else max(attention if facts.cached_layers else 0, state)

@@ -132,7 +132,7 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         recomputed=model.facts.layers if again is True else int(again),
         sequence_parallel=sequence_parallel_of(section) * context,
         tensor=axis_of(section, TENSOR),
-        rows_cut=axis_of(section, TENSOR) if getattr(section.engine, "tensor_sequence_parallel", False) else 1,
+        row_parts=axis_of(section, TENSOR) if getattr(section.engine, "tensor_sequence_parallel", False) else 1,
         stages=axis_of(section, PIPELINE),
         chunks=getattr(section.engine, "virtual_pipeline", 1),
         angles=0 if here is None else here.angles_kept,

@@ -237,7 +237,7 @@ class Progress:
         return _fitting(parts, width)
 
     def _length_row(self, width: int) -> Text:
-        """Say how many completions end by themselves instead of being cut, and how long they are."""
+        """Say how many completions end by themselves instead of being truncated, and how long they are."""
         latest, parts = self._recent[-1], []
         if (finished := latest.get("rollout/finished")) is not None:
             few = "yellow" if finished < FEW_FINISH else ""

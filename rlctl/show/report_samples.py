@@ -1,4 +1,4 @@
-"""Show samples on a report, in tables of which a reader picks: the last, the best, those that were cut off."""
+"""Show samples on a report, in tables of which a reader picks: the last, the best, those that were truncated."""
 
 from __future__ import annotations
 

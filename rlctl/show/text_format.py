@@ -14,7 +14,7 @@ from specs.terminal import visible
 
 T = TypeVar("T")
 BLOCKS = "▁▂▃▄▅▆▇█"
-FEW_FINISH = 0.1  # share of completions that end by themselves below which what is shown is mostly cut off
+FEW_FINISH = 0.1  # share of completions that end by themselves below which what is shown is mostly truncated
 # Times of a step's phases, in its order: the metric, and what a person reads.
 TIMES = {TIME_METRICS["rollout"]: "rollout", GRADING_METRIC: "reward"}
 TIMES |= {metric: phase for phase, metric in TIME_METRICS.items()}

@@ -106,7 +106,7 @@ def _degree(role: RoleName, section: ModelRole) -> Iterator[Problem]:
     key = f"{role}.sequence_parallel"
     if degree == 1:
         return
-    if isinstance(engine, TrainTable) and not engine.cuts_sequences:
+    if isinstance(engine, TrainTable) and not engine.splits_sequences:
         hint = "remove the key: each rank has its own"
         if _OTHERWISE in type(engine).model_fields:
             hint = f"remove the key; {role}.engine.{_OTHERWISE} = {degree} shards every row across so many ranks"

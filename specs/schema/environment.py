@@ -13,7 +13,7 @@ StopReason = Literal[
     "completed",  # the model called no tool, or its environment said that the task is done
     "tool_stopped",  # a tool said that the episode is done
     "max_turns",
-    "max_tokens",  # a turn was cut off at `data.max_response_tokens`
+    "max_tokens",  # a turn was truncated at `data.max_response_tokens`
     "max_tool_calls",
     "context_overflow",  # `max_episode_tokens` has no room for another turn
     "parse_error",  # a tool call did not parse, and `on_parse_error` is "end"

@@ -1,6 +1,6 @@
-"""The mesh that a model and its samples are cut along.
+"""The mesh that a model and its samples are sharded along.
 
-A model that is cut across ranks lies on a mesh of two axes. `replicate` is the outer one: groups that each hold the
+A model that is sharded across ranks lies on a mesh of two axes. `replicate` is the outer one: groups that each hold the
 whole model. `shard` is the inner one: ranks of a group hold a part each. Ranks count along `shard` first, and fill a
 node before the next, so that a group whose size fits into a node stays inside one:
 
@@ -13,7 +13,7 @@ come before the second ones (stages of a pipeline that lie furthest apart):
 
 The same ranks share out the samples along two other axes. `data` is the outer one: groups that each have samples of
 their own. `sequence` is the inner one: ranks of a group have the same samples, and a part of each row. So rank 11, with
-sequence 2, is number 1 of the group 5. How the model is cut does not matter to that, nor the other way round.
+sequence 2, is number 1 of the group 5. How the model is sharded does not matter to that, nor the other way round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mesh:
         return self.replicate * self.shard
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether a rank holds less than the whole model, or has less than samples of its own."""
         return self.shard > 1 or self.sequence > 1 or bool(self.axes)
 

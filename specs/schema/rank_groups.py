@@ -44,7 +44,7 @@ class RankGroup:
 
 
 def devices_of_a_process(section: RoleSection) -> int:
-    """Return the GPUs that each process of a role has: one, or all that its replica is cut across."""
+    """Return the GPUs that each process of a role has: one, or all that its replica is sharded across."""
     engine = engine_of(section)
     return 1 if engine is None else engine.devices_per_process()
 
@@ -85,7 +85,7 @@ def axis_of(section: RoleSection, axis: str) -> int:
 
 
 def ranks_of_a_row(section: RoleSection) -> int:
-    """Return the ranks of a trainer that compute the same rows together, of an engine that cuts models or rows."""
+    """Return how many ranks of a trainer compute the same rows together."""
     return axis_of(section, TENSOR) * axis_of(section, PIPELINE) * axis_of(section, CONTEXT)
 
 
@@ -98,21 +98,21 @@ def built_mesh(section: RoleSection) -> dict[str, int] | None:
 
 
 def shard_groups(section: RoleSection) -> list[RankGroup]:
-    """Return one group per copy of the model; empty where nothing is cut."""
+    """Return one group per copy of the model; empty where nothing is sharded."""
     mesh = mesh_of(section)
-    if mesh is None or not mesh.is_cut:
+    if mesh is None or not mesh.is_sharded:
         return []
     by_copy = sorted(_ranks(section, mesh), key=lambda rank: (rank.replica, rank.shard))
-    return _cut(by_copy, mesh.shard)
+    return _split(by_copy, mesh.shard)
 
 
 def sequence_groups(section: RoleSection) -> list[RankGroup]:
     """Return one group of ranks that share samples; empty where each has its own."""
     mesh = mesh_of(section)
-    return [] if mesh is None or mesh.sequence == 1 else _cut(list(_ranks(section, mesh)), mesh.sequence)
+    return [] if mesh is None or mesh.sequence == 1 else _split(list(_ranks(section, mesh)), mesh.sequence)
 
 
-def _cut(ranks: Sequence[RankPlacement], size: int) -> list[RankGroup]:
+def _split(ranks: Sequence[RankPlacement], size: int) -> list[RankGroup]:
     return [RankGroup(number, tuple(ranks[number * size :][:size])) for number in range(len(ranks) // size)]
 
 

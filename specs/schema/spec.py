@@ -86,7 +86,7 @@ class RewardModelSection(ModelRole):
     """Its engine."""
     max_sequence_tokens: int = Field(4096, gt=0)
     """Longest conversation, prompt and completion, in its own tokens. A longer one is a failed grade: nothing is
-    cut."""
+    truncated."""
 
 
 class RewardLearnerSection(LearningRole):

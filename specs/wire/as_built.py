@@ -27,7 +27,7 @@ class ModelBuilt(Table):
     attn_implementation: str  # what the layers' own config says; several are joined with ","
     attn_function: str  # module and name of the function that is really called
     tied_embeddings: bool
-    mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: nothing is cut
+    mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: not sharded
     options: dict[str, Any] | None = None  # its library's, read back from the library; None: not read back
     head: str = "lm"  # or "score": one number for each token
     recomputed_layers: int = 0  # those whose activations are computed again in the backward pass

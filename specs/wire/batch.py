@@ -131,7 +131,7 @@ class Batch:
         return summed
 
     def sequences(self, name: str) -> list[Column]:
-        """A `_T` column cut into one view per sequence."""
+        """A `_T` column split into one view per sequence."""
         return np.split(self[name], self.offsets[1:-1]) if len(self) else []
 
     @staticmethod

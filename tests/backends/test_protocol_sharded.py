@@ -180,11 +180,11 @@ def test_what_travels_in_bf16_is_cast_before_it_is_gathered(root: Path, case: st
     cut: each rank has the cast of them all."""
     table = CASES[case]["engine"].model_dump()
     cut = (table["kind"] == "fsdp2" and table["shard"] != 1) or table.get("stage") == 3
-    masters_cut = cut or (table.get("stage", 3) < 3 and "bf16" in case)
+    masters_sharded = cut or (table.get("stage", 3) < 3 and "bf16" in case)
     for rank in outcome(root, case).ranks:
         assert rank["bf16"]["same"]
         in_fp32, in_bf16 = rank["bf16"]["sent"]
-        assert (in_fp32 > 0) == masters_cut
+        assert (in_fp32 > 0) == masters_sharded
         assert in_bf16 == (in_fp32 / 2 if cut else 0)
 
 

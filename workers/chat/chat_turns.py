@@ -138,7 +138,7 @@ class ChatTurns:
     def suffix(self, messages: Sequence[Message], turn: AssistantTurn, replies: Sequence[Message]) -> list[int]:
         """Return the tokens that follow a turn as sampled, up to where the model writes again. `messages`: those before
         the turn. Another token than the template's that ended the turn takes the place of that one; a turn that a limit
-        cut off is ended. Raises ChatTemplateError where the template refuses the replies."""
+        truncated is ended. Raises ChatTemplateError where the template refuses the replies."""
         end = next(self._style(reply["role"]).end for reply in replies)
         pieces = self._render([*messages, turn.message, *replies], len(messages) + 1)
         ids = self._encode([pieces[0][pieces[0].rindex(self._text([end])) :], *pieces[1:]])

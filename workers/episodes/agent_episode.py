@@ -30,7 +30,7 @@ _OVER: Mapping[str, str] = {
     "max_turns": "all of its turns are used",
     "max_tool_calls": "all of its tool calls are used",
     "context_overflow": "there is no room for another turn",
-    "max_tokens": "the last turn was cut off",
+    "max_tokens": "the last turn was truncated",
     "timeout": "its time is used",
 }
 
@@ -115,7 +115,7 @@ class AgentEpisode(Episode):
 
     async def _chat_client(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answer `client.chat`, whose requests are those of OpenAI's chat. Raises Ended where a limit allows no more,
-        or cut the turn off, and EnvironmentLost for what is no request."""
+        or truncated the turn, and EnvironmentLost for what is no request."""
         try:
             turn = self.ask(replace(OpenAIChat().read(request), wire="client.chat"))
             reply = await asyncio.shield(turn.reply)

@@ -110,7 +110,7 @@ class Episode:
 
     async def _turn(self, chat: ChatTurns, number: int, most: int = 0) -> tuple[AssistantTurn, StopReason | None]:
         """Have the model write a turn behind a sample, of at most `most` tokens where that is not 0. Return it, and the
-        limit of the episode that cut it off."""
+        limit of the episode that truncated it."""
         found, sample = self.trajectory, self.trajectory.samples[number]
         limit = min(self.turn_tokens, self.section.max_episode_tokens - len(sample.tokens))
         asked = min(limit, most or limit)

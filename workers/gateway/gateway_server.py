@@ -84,7 +84,7 @@ class Gateway:
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        """Stop listening, and cut what is open."""
+        """Stop listening, and close what is open."""
         self._open.clear()
         if self._runner is not None:
             await self._runner.cleanup()

@@ -1,5 +1,5 @@
 """Samples as a reward model reads them: the conversation and what the policy wrote, through the reward model's own chat
-template and tokenizer. Nothing is cut: what is too long has no score.
+template and tokenizer. Nothing is truncated: what is too long has no score.
 
 Of several turns the reward model sees one answer, its parts in lines of their own, as all grading does.
 """

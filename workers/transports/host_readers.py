@@ -74,7 +74,7 @@ class HostLeader:
         for follower in self._followers:
             with contextlib.suppress(PeerGone):  # the driver has it named
                 follower.send_place(place, descriptors)
-        return _cut(self._segment, count)
+        return _split(self._segment, count)
 
     def hand_on(self) -> None:
         """The next window is filled. A follower that has died is the driver's to name: the others continue."""
@@ -108,7 +108,7 @@ class HostFollower:
         if place == _NEW:
             self._unmap()
             self._segment = SharedSegment.received(descriptors)
-            self._windows = _cut(self._segment, count)
+            self._windows = _split(self._segment, count)
         self._leader.reset()
         self._received = 0
 
@@ -128,7 +128,7 @@ class HostFollower:
         self._unmap()
 
 
-def _cut(segment: SharedSegment, count: int) -> list[NDArray[np.uint8]]:
+def _split(segment: SharedSegment, count: int) -> list[NDArray[np.uint8]]:
     size = segment.nbytes // count
     return [segment.bytes_U[i * size : (i + 1) * size] for i in range(count)]
 

@@ -65,7 +65,7 @@ class SignalWatch:
         if scored.thrown is not None and not scored.thrown.signal:
             yield "reward/silent_groups", self._silent(scored.thrown.refills)
         if metrics["rollout/finished"] < FEW_FINISH:
-            yield "rollout/finished", self._cut(metrics["rollout/finished"])
+            yield "rollout/finished", self._truncated(metrics["rollout/finished"])
         if lone := metrics.get("reward/lone_groups", 0):
             yield "reward/lone_groups", self._lone(lone)
         table, masked = self._spec.algorithm.correction, metrics.get("correction/masked", 0.0)
@@ -88,10 +88,10 @@ class SignalWatch:
             "their advantages are 0."
         )
 
-    def _cut(self, finished: float) -> str:
+    def _truncated(self, finished: float) -> str:
         limit = self._spec.data.max_response_tokens
         return (
-            f"{share(finished)} of the completions end by themselves, the others are cut off at "
+            f"{share(finished)} of the completions end by themselves, the others are truncated at "
             f"data.max_response_tokens = {limit}. Where answers need more room, raise it; else samples.jsonl "
             "(completion_raw) shows what the model writes instead of its end token. Random weights first learn to end."
         )

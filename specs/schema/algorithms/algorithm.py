@@ -224,7 +224,7 @@ class Algorithm(Table):
     max_refills: int = Field(4, ge=0)
     """How often a step draws prompts to replace groups that were thrown away; 0: never."""
     mask_truncated: bool = False
-    """Leave completions that were cut off at `data.max_response_tokens` out of the loss; their scores still count
+    """Leave completions that were truncated at `data.max_response_tokens` out of the loss; their scores still count
     in their groups (overlong filtering, DAPO, Yu et al. 2025, §3.4)."""
     anchor: Literal["auto", "trainer", "sampler"] = "auto"
     """Whose log-probs the loss's ratio divides by: the `trainer`'s before the step's first update, or the

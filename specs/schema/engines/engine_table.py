@@ -108,7 +108,7 @@ class TrainTable(EngineTable):
     """Name of the format of its checkpoints: engines of one format read each other's. None: only its own are read."""
     checkpoint_bytes: ClassVar[int | None] = None
     """Bytes of a checkpoint per trained parameter."""
-    cuts_sequences: ClassVar[bool] = False
+    splits_sequences: ClassVar[bool] = False
     """Whether ranks can share samples and compute a part of each row (`sequence_parallel` of the role). Else the key is
     refused: an engine that does not look at it would train on other samples without a word."""
     resumes_reshaped: ClassVar[bool | None] = None
@@ -128,7 +128,7 @@ class RolloutTable(EngineTable):
     """The table of an engine that samples."""
 
     parallel_on_cpu: ClassVar[bool | None] = None
-    """Whether `devices_per_process` above one also cuts the model on the CPU."""
+    """Whether `devices_per_process` above one also shards the model on the CPU."""
     spans_nodes: ClassVar[bool] = False
     """Whether `devices_per_process` may be on several nodes."""
     suspends: ClassVar[bool] = False

@@ -21,7 +21,7 @@ from specs.text import listed
 
 
 class Fsdp2Table(OwnModules):
-    """PyTorch's FSDP2: each group of `shard` ranks holds the model once, cut in rows; groups are replicas."""
+    """PyTorch's FSDP2: each group of `shard` ranks holds the model once, sharded by rows; groups are replicas."""
 
     kind: Literal["fsdp2"] = "fsdp2"
     shard: int | None = Field(None, gt=0)

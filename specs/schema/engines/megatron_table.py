@@ -30,25 +30,25 @@ _INSTEAD = 'or engine.kind = "fsdp2" or "zero3", which train any model'
 
 
 class MegatronTable(TrainedHere):
-    """Megatron-core: layers are cut across tensor ranks and shared out to pipeline stages; groups are replicas."""
+    """Megatron-core: layers are sharded across tensor ranks and dealt out to pipeline stages; groups are replicas."""
 
     kind: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(1, gt=0)
-    """Ranks that each layer is cut across."""
+    """Ranks that each layer is sharded across."""
     pipeline_parallel: int = Field(1, gt=0)
     """Stages that the layers are shared out to, as many to each."""
     context_parallel: int = Field(1, gt=0)
-    """Ranks that each row is cut across: attention exchanges rows for heads (Ulysses, Jacobs et al. 2023). A rank
+    """Ranks that each row is split across: attention exchanges rows for heads (Ulysses, Jacobs et al. 2023). A rank
     computes so many times fewer tokens of a row of `micro_batch_tokens`."""
     virtual_pipeline: int = Field(1, gt=0)
     """Groups of layers on each stage, which ranks compute in turn: the pipeline waits less."""
     tensor_sequence_parallel: bool = False
-    """Cut activations between the cut layers along the row, across the tensor ranks. (Megatron calls it sequence
+    """Split activations between the sharded layers along the row, across the tensor ranks. (Megatron calls it sequence
     parallelism; `sequence_parallel` of the role is another thing.)"""
     expert_parallel: int = Field(1, gt=0)
     """Ranks that the experts of a layer are shared out to."""
     expert_tensor_parallel: int | None = Field(None, gt=0)
-    """Ranks that each expert is cut across; default: `tensor_parallel`."""
+    """Ranks that each expert is sharded across; default: `tensor_parallel`."""
     megatron: dict[str, Any] = Field({})
     """More options of Megatron-core's configurations, by their own names, which check them (`rlctl train --dry-run`
     shows all). What the spec or the model decides is refused."""
@@ -57,7 +57,7 @@ class MegatronTable(TrainedHere):
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
     own_environment: ClassVar[bool] = True
     where_to_get: ClassVar[str] = "rlctl setup-engine megatron makes an environment for it"
-    cuts_sequences: ClassVar[bool] = False
+    splits_sequences: ClassVar[bool] = False
     attention: ClassVar[Attends | None] = "engine"
     angles_kept: ClassVar[int] = 4  # cosines and sines, of queries and of keys
     always_entropy: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class MegatronTable(TrainedHere):
 
     @property
     def ranks_of_expert(self) -> int:
-        """Ranks that each expert is cut across."""
+        """Ranks that each expert is sharded across."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
     @property
@@ -111,7 +111,7 @@ class MegatronTable(TrainedHere):
             message = "has no effect: pipeline_parallel is 1, and there are no stages that wait for each other"
             yield Problem(f"{role}.engine.virtual_pipeline", message, "remove the key", show(self.virtual_pipeline))
         if self.tensor_sequence_parallel and self.tensor_parallel == 1:
-            message = "has no effect: it cuts activations across tensor ranks, and tensor_parallel is 1"
+            message = "has no effect: it splits activations across tensor ranks, and tensor_parallel is 1"
             yield Problem(f"{role}.engine.tensor_sequence_parallel", message, "remove the key", "true")
         if section.devices and getattr(section, "activation_offload", False):  # on the CPU it has no effect anywhere
             message = f'has no effect: {role}.engine.kind = "{self.kind}" keeps activations on the device'
@@ -119,7 +119,7 @@ class MegatronTable(TrainedHere):
             yield Problem(f"{role}.activation_offload", message, hint, "true")
         if getattr(section, "lora", None) is not None:
             message = f'{role}.engine.kind = "{self.kind}" trains all weights: it has no adapters'
-            hint = f'set {role}.engine = {{ kind = "fsdp2" }}: it trains adapters on the same processes, and cuts the '
+            hint = f'set {role}.engine = {{ kind = "fsdp2" }}: it trains adapters on the same ranks, and shards the '
             hint += f"model across all of them; or remove {role}.lora"
             yield Problem(f"{role}.lora", message, hint)
 
@@ -198,7 +198,7 @@ class MegatronTable(TrainedHere):
             what = f"the {rows} rows of an expert"
             yield _not_divided(f"{key}.expert_tensor_parallel", self.ranks_of_expert, rows, what)
         if self.tensor_parallel > 1 and not self.tensor_sequence_parallel:
-            message = "experts on tensor ranks take tokens that are cut across them"
+            message = "experts on tensor ranks take tokens that are split across them"
             yield Problem(f"{key}.tensor_sequence_parallel", message, "set it to true", "false")
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
@@ -286,7 +286,7 @@ def _not_divided(key: str, degree: int, number: int, what: str) -> Problem:
 
 def mesh_axes(data: int, pipeline: int, tensor: int, experts: tuple[int, int], context: int) -> dict[str, int]:
     """Return axis → ranks, as `ModelBuilt.mesh` has it. `experts`: ranks that share them out, and ranks that each is
-    cut across; there where they are not the axes of the rest of the model. `context`: there where rows are cut."""
+    sharded across; there where they are not the axes of the rest of the model. `context`: where rows are split."""
     axes = {"data": data, "pipeline": pipeline, "tensor": tensor}
     if context > 1:
         axes[CONTEXT] = context

@@ -33,7 +33,7 @@ class TrainedHere(BuiltHere, TrainTable):
 
     checkpoint_format: ClassVar[str | None] = "tensor shards"  # backends/train/tensor_shards.py
     checkpoint_bytes: ClassVar[int | None] = 12  # the fp32 weight and both moments
-    cuts_sequences: ClassVar[bool] = True
+    splits_sequences: ClassVar[bool] = True
     resumes_reshaped: ClassVar[bool | None] = True
     angles_kept: ClassVar[int] = 0
     """Tensors [tokens, head size] that each layer keeps of rotating queries and keys; 0: all layers share them."""

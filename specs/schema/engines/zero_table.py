@@ -26,11 +26,11 @@ _NEVER_CLIPS = 1e38
 
 
 class ZeroTable(OwnModules):
-    """DeepSpeed ZeRO: optimizer state (1), gradients too (2), parameters too (3) are cut across the ranks."""
+    """DeepSpeed ZeRO: optimizer state (1), gradients too (2), parameters too (3) are sharded across the ranks."""
 
     kind: Literal["zero", "zero3"] = "zero"
     stage: Literal[1, 2, 3] = 3
-    """Choose what is cut across ranks. `zero3` is `zero` with stage 3."""
+    """Choose what is sharded across ranks. `zero3` is `zero` with stage 3."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory and step there."""
     offload_parameters: bool = False
@@ -103,7 +103,7 @@ class ZeroTable(OwnModules):
         config = self.library_config(held.dtype, held.optimizer, held.device)["deepspeed"][ZERO]
         if self.stage == 3:
             yield from _zero3(held, self, config)
-        elif held.optimizer is None:  # nothing to cut: without DeepSpeed
+        elif held.optimizer is None:  # nothing to shard: without DeepSpeed
             yield state("weights", elements(held.frozen) * held.compute_bytes)
         else:
             yield from _zero12(held, self, config)
@@ -114,7 +114,7 @@ class ZeroTable(OwnModules):
             hint = f'remove the key, or write {role}.engine.kind = "zero"'
             yield Problem(key, f'contradicts {role}.engine.kind = "zero3", which means stage 3', hint, str(self.stage))
         elif not context.learns and self.stage != 3:
-            message = f"cuts what only learning needs, and {ROLES[role].title} does not learn"
+            message = f"shards what only learning needs, and {ROLES[role].title} does not learn"
             yield Problem(key, message, f'use stage 3, or {role}.engine.kind = "ddp"', str(self.stage))
         elif self.stage == 1 and context.dtype == "bf16":
             # DeepSpeed has another optimizer for just this, with another layout.

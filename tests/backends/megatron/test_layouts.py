@@ -50,7 +50,7 @@ def local_part(whole: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:
 
 def test_queries_lie_with_their_key_and_value() -> None:
     """Two groups of two query heads, one row each."""
-    slot = Slot("", ("q", "k", "v"), cut=0, fusion="qkv")
+    slot = Slot("", ("q", "k", "v"), shard_dim=0, fusion="qkv")
     q, k, v = (torch.tensor(rows)[:, None] for rows in ([0, 1, 2, 3], [10, 11], [20, 21]))
     heads = Heads(query=4, key=2, dim=1)
     assert fuse([q, k, v], slot, heads).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
@@ -98,7 +98,7 @@ def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int
                 fuse([local_part(each, slot, rank, tensor) for each in given], slot, ours.heads)
                 for rank in range(tensor)
             ]
-            elements += sum(part.numel() for part in held) if slot.cut is not None else held[0].numel()
+            elements += sum(part.numel() for part in held) if slot.shard_dim is not None else held[0].numel()
             parts = [unfuse(part, slot, ours.heads) for part in held]
             for place, name in enumerate(slot.weights):
                 found = whole_tensor([rank[place] for rank in parts], slot, weights[name].shape[0])

@@ -23,7 +23,7 @@ from specs.wire.role_config import RolloutConfig, Sampling
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def cut_config() -> RolloutConfig:
+def sharded_config() -> RolloutConfig:
     config = config_of(LORA)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"tensor_parallel": 2})})
 
@@ -31,7 +31,7 @@ def cut_config() -> RolloutConfig:
 @pytest.fixture
 def engine(process: VllmProcess) -> RemoteVllm:
     """As just started: no model, no adapters."""
-    return RemoteVllm(process, cut_config())
+    return RemoteVllm(process, sharded_config())
 
 
 def test_parts_of_every_weight_and_adapter_arrive(trainer: HfTrainEngine, engine: RemoteVllm) -> None:

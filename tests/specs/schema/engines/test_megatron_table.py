@@ -32,7 +32,7 @@ def said(section: ActorSection) -> list[Problem]:
     [
         (MOE, {"expert_parallel": 3}, "expert_parallel", "divide the model's 4 experts", "use 1, 2 or 4"),
         (MOE, {"expert_tensor_parallel": 5}, "expert_tensor_parallel", "the 24 rows of an expert", "use 1, 2, 3, 4"),
-        (MOE, {"tensor_parallel": 2}, "tensor_sequence_parallel", "cut across them", "true"),
+        (MOE, {"tensor_parallel": 2}, "tensor_sequence_parallel", "split across them", "true"),
         ({**MODEL, "use_sliding_window": True, "sliding_window": 8}, {}, "kind", "window, and the model's is of 8", ""),
         (
             MODEL,
