@@ -55,7 +55,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (5_116, 4_300, ("specs/schema",)),
+    "schema": (5_120, 4_300, ("specs/schema",)),
     "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_669, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_324, 2_000, ("rlctl/show",)),
@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_312, 15_000, ("backends",)),
-    "four packages": (59_048, 50_000, WINGS),
+    "engines, packing, weights": (16_360, 15_000, ("backends",)),
+    "four packages": (59_100, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (45_157, 38_000, ("tests",)),
+    "tests with their cases": (45_185, 38_000, ("tests",)),
     "docs": (4_042, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

@@ -52,6 +52,7 @@ class VllmRolloutEngine(SyncedSampler):
         self._whole = table.tensor_parallel == 1  # one worker, in this process
         self._lender = Lender()
         self._names: dict[int, str] = {}  # what vLLM calls the open requests
+        self._finished: list[RequestOutput] = []  # in the batch that was in flight when they were suspended
         self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
         self._sleep_mode = has_sleep_mode()
         self._clear_adapters()
@@ -149,7 +150,10 @@ class VllmRolloutEngine(SyncedSampler):
 
     def _forget_prefixes(self) -> None:
         """Cached keys and values belong to the old weights."""
-        if not self.llm.llm_engine.reset_prefix_cache():
+        manager = self._scheduler.kv_cache_manager
+        if self._open:
+            manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+        elif not self.llm.llm_engine.reset_prefix_cache():
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
 
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
@@ -165,7 +169,7 @@ class VllmRolloutEngine(SyncedSampler):
 
     def _advance(self) -> Sequence[Completion]:
         self.counts["decode_steps"] += 1
-        found = self._step()
+        found, self._finished = [*self._finished, *self._step()], []
         for output in found:
             del self._names[int(output.request_id)]
             cached = output.num_cached_tokens or 0
@@ -174,22 +178,42 @@ class VllmRolloutEngine(SyncedSampler):
         return [completion_of(output) for output in found]
 
     def _drop(self, ids: Collection[int]) -> None:
+        self._finished = [output for output in self._finished if int(output.request_id) not in ids]
         names = [self._names.pop(id_) for id_ in ids if id_ in self._names]
         self.llm.llm_engine.abort_request(names, internal=True)
 
     def suspend(self) -> Sequence[Completion]:
+        if self.table.keep_cache:
+            self._settle()
+            return super().suspend()
         found = super().suspend()
         self._drain()
         return found
 
+    def _keeps_cache(self) -> bool:
+        return self.table.keep_cache
+
+    def _settle(self) -> None:
+        """Take in the batch in flight, which the weights of now draw, and begin no other."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while self._core.batch_queue:
+                self._finished += self._step()
+        finally:
+            self._scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def _written(self) -> Iterator[Completion]:
         from vllm.v1.engine import FinishReason
 
+        yield from map(completion_of, self._finished)
         states = self.llm.llm_engine.output_processor.request_states
         for name in self._names.values():
-            output = states[name].make_request_output([], None, FinishReason.ABORT, None)
-            if output.outputs[0].token_ids:
-                yield completion_of(output, ends=("abort",))
+            if name in states:
+                output = states[name].make_request_output([], None, FinishReason.ABORT, None)
+                if output.outputs[0].token_ids:
+                    yield completion_of(output, ends=("abort",))
 
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
         """Through vLLM's log-probs of prompts, with the logits divided by `temperature` where they leave the model.
@@ -197,14 +221,14 @@ class VllmRolloutEngine(SyncedSampler):
         from vllm import SamplingParams
 
         self._check_usable("score", (WEIGHTS,))
-        self._check_idle("the rollout was asked for log-probs")
+        self._check_still("the rollout was asked for log-probs")
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
         )
         sequences = batch.sequences("tokens_T")
         requests = [(str(i), tokens, params) for i, tokens in enumerate(sequences) if len(tokens) > 1]
-        with self._cache_for_a_moment(), self._logits_over(temperature):
+        with self._cache_for_a_moment(), self._open_ones_wait(batch), self._logits_over(temperature):
             outputs = self._run(requests)
         for output in outputs:
             index = int(output.request_id)
@@ -233,13 +257,30 @@ class VllmRolloutEngine(SyncedSampler):
         try:
             for request in requests:
                 waiting.add(self._ask(*request))
-            while engine.has_unfinished_requests():
+            while len(found) < len(requests):
                 found += self._step()
             waiting.clear()
         finally:
             if waiting:
                 engine.abort_request(list(waiting), internal=True)
         return found
+
+    @contextlib.contextmanager
+    def _open_ones_wait(self, batch: Batch) -> Iterator[None]:
+        """Keep the open requests, which are drawn at another temperature, out of vLLM's batches. They keep their
+        blocks, unless `batch` finds too few beside them: then they are computed again."""
+        scheduler = self._scheduler
+        if self._open:
+            groups = len(scheduler.kv_cache_config.kv_cache_groups)
+            needed = groups * sum(length // scheduler.block_size + 2 for length in batch["length_B"].tolist())
+            if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < needed:
+                self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+        held = scheduler.running, scheduler.waiting
+        scheduler.running, scheduler.waiting = [], type(scheduler.waiting)()
+        try:
+            yield
+        finally:
+            scheduler.running, scheduler.waiting = held
 
     @contextlib.contextmanager
     def _logits_over(self, temperature: float) -> Iterator[None]:
@@ -296,10 +337,17 @@ class VllmRolloutEngine(SyncedSampler):
     def _drain(self) -> None:
         """Step until vLLM is idle, or it does not give its cache back: its scheduler tells the workers which requests
         are done with the next batch, and on a GPU it has one (empty) batch more in flight."""
-        core = self.llm.llm_engine.engine_core.engine_core  # of the client in this process
         with naming_dead_workers(self.llm):
-            while core.scheduler.has_requests() or core.batch_queue:
+            while self._scheduler.has_requests() or self._core.batch_queue:
                 self.llm.llm_engine.step()
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core  # of the client in this process
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.scheduler
 
     def gpu_memory_GiB(self) -> tuple[float, float] | None:
         if self.config.model.device == "cpu":

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.protocol import RolloutEngine
+from backends.protocol import RolloutEngine, WeightSpec
 from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, RolloutConfig, Sampling
 
@@ -63,14 +63,17 @@ def rollout_config(
 
 def give_weights(engine: RolloutEngine, seed: int = 0, scale: float = 0.3) -> None:
     """Random weights by the engine's own import, as a sync would bring them."""
-    rng = np.random.default_rng(seed)
-    for spec in engine.weight_specs():
+    specs = engine.weight_specs()
+    for spec, values in zip(specs, random_weights(specs, seed, scale).values(), strict=True):
         assert spec.dtype == "fp32"
-        values = scale * rng.standard_normal(spec.shape, dtype=np.float32)
-        if "norm" in spec.name:
-            values = 1 + values
         engine.import_weight(spec, values.reshape(-1).view(np.uint8))
     engine.finish_import()
+
+
+def random_weights(specs: Sequence[WeightSpec], seed: int, scale: float = 0.3) -> dict[str, NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    drawn = {spec.name: scale * rng.standard_normal(spec.shape, dtype=np.float32) for spec in specs}
+    return {name: 1 + values if "norm" in name else values for name, values in drawn.items()}
 
 
 def make_prompts(groups: int = 5, group_size: int = 4, *, longest: int = 11, first_id: int = 100) -> Batch:

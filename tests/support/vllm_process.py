@@ -138,10 +138,9 @@ class RemoteVllm(RolloutEngine):
 
     def add(self, requests: Sequence[SampleRequest]) -> None:
         facts = [[one.id, one.sampling.model_dump(), one.position, one.prefix] for one in requests]
+        tokens_T = np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in requests)])
         lengths = [len(one.tokens) for one in requests]
-        self.process.call(
-            "add", {"facts": facts, "lengths": lengths}, {"tokens_T": np.concatenate([one.tokens for one in requests])}
-        )
+        self.process.call("add", {"facts": facts, "lengths": lengths}, {"tokens_T": tokens_T})
 
     def step(self) -> list[Completion]:
         return self._completions("step")

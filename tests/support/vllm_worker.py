@@ -23,11 +23,17 @@ from backends.hf.model_shape import model_shape
 from backends.protocol import Rank, WeightSpec
 from backends.registry import rollout_engine
 from backends.sample_requests import Completion, SampleRequest
+from specs.schema.engines.engine_table import RolloutTable
 from specs.wire import wire_tensors
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
 
 Arrays = Mapping[str, NDArray[Any]]
+
+
+def vllm_alone(config: RolloutConfig) -> RolloutTable:
+    """Return the settings that vLLM starts with, without those that are the engine's around it."""
+    return config.engine.model_copy(update={"keep_cache": False})
 
 
 def send(pipe: BinaryIO, body: dict[str, Any], arrays: Arrays | None = None) -> None:
@@ -64,12 +70,13 @@ class Server:
     def renew(self, config: RolloutConfig) -> None:
         """A fresh engine around the vLLM that runs, whose weights are dropped."""
         old = self.engine
-        assert config.model_copy(update={"lora": None}) == old.config.model_copy(update={"lora": None}), (
-            "another model or other settings want a process of their own"
+        now, then = (
+            each.model_copy(update={"lora": None, "engine": vllm_alone(each)}) for each in (config, old.config)
         )
+        assert now == then, "another model or other settings want a process of their own"
         old.sleep(2)
         old.wake(["weights", "kv_cache"])
-        self.engine = type(old)(config, old.table, model_shape(config.model, config.lora), old.llm)
+        self.engine = type(old)(config, config.engine, model_shape(config.model, config.lora), old.llm)
 
     def weight_specs(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         return {"specs": [[s.name, s.dtype, list(s.shape), s.nbytes] for s in self.engine.weight_specs()]}
@@ -94,7 +101,7 @@ class Server:
         return {"count": self.engine.open_requests}
 
     def add(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
-        tokens = np.split(arrays["tokens_T"], np.cumsum(body["lengths"])[:-1])
+        tokens = np.split(arrays["tokens_T"], np.cumsum(body["lengths"])[:-1]) if body["lengths"] else []
         self.engine.add(
             [
                 SampleRequest(id_, prompt, Sampling.model_validate(sampling), position, prefix)

@@ -139,6 +139,16 @@ class RolloutTable(EngineTable):
         return None
 
 
+class CacheKeepingTable(RolloutTable):
+    """The table of a sampler whose suspended completions may keep their KV cache."""
+
+    suspends: ClassVar[bool] = True
+    keep_cache: bool = False
+    """With `rollout.in_flight`: completions that continue keep the keys and values of older weights, which are else
+    computed again with the new ones. That saves a prefill per sync; log-probs are then those of the mixture of weights
+    that drew the tokens, which no single model gives."""
+
+
 ESSENTIAL: dict[str, str] = {
     "packages": "packages it needs",
     "attention": "attention",

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import DTYPE_BYTES, Part
-from specs.schema.engines.engine_table import EngineContext, RolloutTable
+from specs.schema.engines.engine_table import CacheKeepingTable, EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, Replica, replica_weights
 from specs.schema.engines.transformers_tables import BuiltHere
 from specs.schema.mesh import Mesh
 
 
-class TorchRolloutTable(BuiltHere, RolloutTable):
+class TorchRolloutTable(BuiltHere, CacheKeepingTable):
     """The embedded sampler: continuous batching over a preallocated KV cache, on CPU or GPU."""
 
     kind: Literal["torch"] = "torch"
@@ -25,14 +25,9 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     """Most prompt tokens that go through the model at once."""
     enforce_eager: bool = False
     """Launch each kernel of a decode step by itself, also on a GPU, where CUDA graphs launch all at once."""
-    keep_cache: bool = False
-    """With `rollout.in_flight`: completions that continue keep the keys and values of older weights, which are else
-    computed again with the new ones. That saves a prefill per sync; log-probs are then those of the mixture of weights
-    that drew the tokens, which no single model gives."""
 
     engine_class: ClassVar[str | None] = "backends.torch_rollout.engine:TorchRolloutEngine"
     parallel_on_cpu: ClassVar[bool | None] = False
-    suspends: ClassVar[bool] = True
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(processes, 1, axes={})

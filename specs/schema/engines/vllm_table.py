@@ -10,7 +10,7 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import DTYPE_BYTES, GIB, Part
 from specs.model_facts import ModelFacts
-from specs.schema.engines.engine_table import Attends, EngineContext, ModelOf, RolloutTable
+from specs.schema.engines.engine_table import Attends, CacheKeepingTable, EngineContext, ModelOf
 from specs.schema.engines.held_model import (
     ASLEEP_GIB,
     Replica,
@@ -38,7 +38,7 @@ def lora_room(rank: int) -> int:
     return next(room for room in LORA_ROOMS if room >= rank)
 
 
-class VllmTable(RolloutTable):
+class VllmTable(CacheKeepingTable):
     """vLLM in the role's own process: for models and batches where its kernels pay, usually on GPUs."""
 
     kind: Literal["vllm"] = "vllm"
@@ -69,7 +69,6 @@ class VllmTable(RolloutTable):
     model_of: ClassVar[ModelOf | None] = "transformers"
     parallel_on_cpu: ClassVar[bool | None] = True
     spans_nodes: ClassVar[bool] = True
-    suspends: ClassVar[bool] = True
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(processes, 1, axes={"tensor": self.tensor_parallel} if self.tensor_parallel > 1 else {})

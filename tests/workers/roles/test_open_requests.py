@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from rollout_helpers import give_weights, make_prompts, rollout_config, write_model
-from transformers import DynamicCache, Qwen2ForCausalLM
+from rollout_helpers import batch_of, give_weights, make_prompts, random_weights, rollout_config, write_model
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from vllm_process import RemoteVllm, needs_vllm, shared_folder
 
 from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
-from backends.torch_rollout.engine import TorchRolloutEngine
 from specs.errors import SyncError
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
@@ -25,26 +24,40 @@ from workers.roles.open_requests import NO_VERSION, OpenRequests
 pytestmark = pytest.mark.slow
 SAMPLING = Sampling(seed=3, max_response_tokens=40)
 OLD, NEW = 7, 8
+PROMPTS = make_prompts(4, 3)
+EQUAL = batch_of([np.arange(40) % 19 + 2] * 12, np.arange(12) + 100, np.zeros(12, dtype=np.int64))
+PROBE, PROBE_TEMPERATURE = make_prompts(2, 2, longest=16), 0.5  # another temperature than that of the completions
 
 
-@pytest.fixture(params=["torch", "torch that keeps its cache", pytest.param("vllm", marks=needs_vllm)])
+VLLM = pytest.param("vllm", marks=needs_vllm)
+KEEPING = ["torch that keeps its cache", pytest.param("vllm that keeps its cache", marks=needs_vllm)]
+
+
+@pytest.fixture(params=["torch", VLLM, *KEEPING])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> RolloutEngine:
     kind, _, keeps = request.param.partition(" ")
     folder = shared_folder() if kind == "vllm" else write_model(tmp_path / "model")
-    kept = {"keep_cache": True, "max_sequences": 5} if keeps else {}
-    built = (RemoteVllm if kind == "vllm" else rollout_engine(kind)).build(rollout_config(folder, kind, **kept), Rank())
+    table = {"keep_cache": bool(keeps), **({"max_sequences": 5} if kind == "torch" and keeps else {})}
+    built = (RemoteVllm if kind == "vllm" else rollout_engine(kind)).build(
+        rollout_config(folder, kind, **table), Rank()
+    )
     give_weights(built)
     return built
 
 
 def drawn(
-    engine: RolloutEngine, *, break_after: tuple[int, ...] = (), other: bool = False, late: bool = False
+    engine: RolloutEngine,
+    *,
+    break_after: tuple[int, ...] = (),
+    other: bool = False,
+    late: bool = False,
+    prompts: Batch = PROMPTS,
 ) -> Batch:
-    """Complete some prompts, broken off after so many steps: with `other` weights each time, or the same again. `late`:
-    some of them come while it is suspended."""
+    """Complete some prompts, broken off after so many steps: with `other` weights each time, or the same again, which
+    are probed as those of a sync. `late`: some prompts come while it is suspended."""
     parts: list[Batch] = []
     open_, version, steps = OpenRequests(engine), OLD, 0
-    completions = Completions(make_prompts(4, 3), SAMPLING, lambda part: parts.append(open_.versions_of(part)))
+    completions = Completions(prompts, SAMPLING, lambda part: parts.append(open_.versions_of(part)))
     requests = completions.requests()
     open_.add(requests[:6] if late else requests)
     while len(open_):
@@ -55,18 +68,23 @@ def drawn(
                 open_.add(requests[6:])
             version += 1
             give_weights(engine, seed=version if other else 0)
+            probed_T = engine.score(PROBE, PROBE_TEMPERATURE)
             open_.resume()
         for completion in open_.step(version):
             completions.finish(completion)
         completions.flush()
         steps += 1
+    if break_after:
+        np.testing.assert_allclose(engine.score(PROBE, PROBE_TEMPERATURE), probed_T, atol=1e-5)
     samples = Batch.concat(parts)
     return samples.select(np.argsort(samples["id_B"]))
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_with_the_same_weights_nothing_changes(engine: RolloutEngine, late: bool) -> None:
-    if isinstance(engine, RemoteVllm):
+def test_with_the_same_weights_nothing_changes(
+    engine: RolloutEngine, late: bool, request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.params["engine"] == "vllm":
         pytest.skip("vLLM draws what follows with another generator, seeded with the position")
     whole, broken = drawn(engine), drawn(engine, break_after=(2, 3, 9), late=late)
     for name in ("tokens_T", "length_B", "finished_B", "loss_mask_T"):
@@ -75,7 +93,7 @@ def test_with_the_same_weights_nothing_changes(engine: RolloutEngine, late: bool
     assert set(whole["version_B"].tolist()) == {OLD}
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=needs_vllm)], indirect=True)
+@pytest.mark.parametrize("engine", ["torch", VLLM], indirect=True)
 def test_each_token_has_the_log_prob_of_the_weights_that_drew_it(engine: RolloutEngine) -> None:
     samples = drawn(engine, break_after=(4,), other=True)
     mask_T, version_T = samples["loss_mask_T"] == 1, samples["version_T"]
@@ -95,14 +113,14 @@ def test_each_token_has_the_log_prob_of_the_weights_that_drew_it(engine: Rollout
     assert several >= 6
 
 
-@pytest.mark.parametrize("engine", ["torch that keeps its cache"], indirect=True)
-def test_tokens_after_a_kept_cache_are_drawn_by_new_weights_over_old_keys(engine: TorchRolloutEngine) -> None:
+@pytest.mark.parametrize("engine", KEEPING, indirect=True)
+def test_tokens_after_a_kept_cache_are_drawn_by_new_weights_over_old_keys(engine: RolloutEngine) -> None:
     """The last token before a change has no keys yet: it goes in with the new weights, and so does all of a prompt that
-    waits for a slot."""
+    waits for a slot, or comes late, though an equal one has keys."""
     once = prefilled(engine)
-    samples = drawn(engine, break_after=(4,), other=True)
+    samples = drawn(engine, break_after=(4,), other=True, late=isinstance(engine, RemoteVllm), prompts=EQUAL)
     computed = prefilled(engine) - once
-    drawn(engine)
+    drawn(engine, prompts=EQUAL)
     assert computed <= 2 * (prefilled(engine) - once - computed), "no completion went through the model again"
     old, new = stock_model(engine, 0), stock_model(engine, NEW)
     kinds = Counter[tuple[int, ...]]()
@@ -121,17 +139,18 @@ def prefilled(engine: RolloutEngine) -> int:
     return engine.counters().get("prefilled_tokens", 0)
 
 
-def stock_model(engine: TorchRolloutEngine, seed: int) -> Qwen2ForCausalLM:
+def stock_model(engine: RolloutEngine, seed: int) -> PreTrainedModel:
     """transformers' own model with the weights that `give_weights` gives."""
-    give_weights(engine, seed)
-    model = Qwen2ForCausalLM._from_config(engine.model.config, attn_implementation="eager")
-    model.load_state_dict(engine.model.state_dict())
+    config = AutoConfig.from_pretrained(engine.built().path)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    weights = random_weights(engine.weight_specs(), seed)
+    model.load_state_dict({name: torch.from_numpy(values) for name, values in weights.items()})
     return model
 
 
 @torch.inference_mode()
 def logprobs_over(
-    old: Qwen2ForCausalLM, new: Qwen2ForCausalLM, tokens: NDArray[np.int64], count: int
+    old: PreTrainedModel, new: PreTrainedModel, tokens: NDArray[np.int64], count: int
 ) -> NDArray[np.float32]:
     """Log-prob of each token where the first `count` have the keys of the old weights, and the new ones read on."""
     ids, cache = torch.from_numpy(tokens)[None], DynamicCache()
