@@ -32,6 +32,7 @@ from specs.wire.batch import Batch
 
 MAX_LOG_RATIO = 20.0  # exp of more overflows what a gradient can use
 MAX_KL = 10.0
+NOISE = 1e-4  # log-ratios of this size are mostly rounding in fp32: their sign says nothing
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,13 @@ def _clip_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: 
 
 def _kl_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: KlCovLoss) -> PolicyLoss:
     """-A·ρ + coef·|log ρ| at the chosen tokens, -A·ρ elsewhere (Cui et al. 2025, eq. 14; |log ρ| for the KL at a token
-    is the authors' own estimate)."""
+    is the authors' own estimate). The slope of |log ρ| is ±1, and passes through 0 within ±`NOISE`: else a whole
+    gradient would follow the sign of a rounding error, which depends on how sequences are split."""
     log_ratio_N = logprob_N - anchor_N
     ratio_N, chosen_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), _chosen(columns)
-    loss_N = -columns.advantage_N * ratio_N + loss.covariance_kl_coef * (chosen_N * log_ratio_N.abs())
+    known_N = log_ratio_N.detach()
+    size_N = known_N.abs() + (known_N / NOISE).clamp(-1.0, 1.0) * (log_ratio_N - known_N)
+    loss_N = -columns.advantage_N * ratio_N + loss.covariance_kl_coef * (chosen_N * size_N)
     return PolicyLoss(loss_N, log_ratio_N.detach(), ratio_N.detach(), chosen_N)
 
 

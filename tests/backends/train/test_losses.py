@@ -179,6 +179,16 @@ def test_tokens_of_high_covariance_by_hand() -> None:
         assert dict(zip(loss.summed(), sums.tolist(), strict=True))["clipped"] == 1.0
 
 
+def test_the_kl_at_chosen_tokens_does_not_follow_the_sign_of_a_rounding_error() -> None:
+    lp, one = torch.full((2,), -1.5, dtype=torch.float64, requires_grad=True), torch.ones(2, dtype=torch.float64)
+    anchor = lp.detach() + torch.tensor([5e-7, -5e-7], dtype=torch.float64)
+    columns = TokenColumns(one, 0 * one, anchor, None, None, covariant_N=one)
+    total, *_ = policy_loss(lp, one, columns, KlCovLoss(anchor="sampler", covariance_kl_coef=3.0))
+    (slope,) = torch.autograd.grad(total, lp)
+    assert total.item() == pytest.approx(3e-6)
+    assert slope.abs().max().item() < 0.05
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "bounds", "value", "slope", "clipped"),
     [
