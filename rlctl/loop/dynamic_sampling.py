@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop.rollouts import GradedGroups, Rollouts
+from rlctl.loop.rollouts import GradedGroups, first_valid
 from rlctl.loop.sampling import Drawn, Scored, Thrown
 
 
@@ -34,6 +34,6 @@ def with_signal(drawn: Drawn, least: int, refills: int) -> Drawn:
     silent = np.unique(group_B[~signal_B])
     gone_B = np.isin(group_B, silent[max(least - groups, 0) :])
     chosen, gone = np.flatnonzero(~gone_B), np.flatnonzero(gone_B)
-    reward_R = drawn.scored.reward_B[gone[Rollouts.of(rollout_B[gone]).first_R]]
+    reward_R = drawn.scored.reward_B[first_valid(rollout_B, gone_B & drawn.scored.scored_B)]
     thrown = Thrown(refills, len(np.unique(group_B[gone])), groups, reward_R.tolist())
     return Drawn(drawn.batch.select(chosen), replace(drawn.scored.select(chosen), thrown=thrown))

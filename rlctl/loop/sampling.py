@@ -305,7 +305,7 @@ class Thrown:
     refills: int  # how often prompts were drawn again
     groups: int  # thrown away
     signal: int  # groups whose scores differ, of those that stayed
-    reward_R: list[float]  # scores of the rollouts that were thrown away
+    reward_R: list[float]  # scores of the rollouts that were thrown away, of those that could be graded
 
     def metrics(self) -> dict[str, int]:
         return {"rollout/refills": self.refills, "rollout/thrown_groups": self.groups}
@@ -396,9 +396,11 @@ class Scored:
         )
 
     def by_rollout(self, rollout_B: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The score of each rollout whose grading worked; of every one, with the fallback, where none did."""
-        valid_B = self.scored_B if self.scored_B.any() else np.ones_like(self.scored_B)
-        return self.reward_B[first_valid(rollout_B, valid_B)]
+        """The score of each rollout whose grading worked, also of those that were thrown away; of every one here, with
+        the fallback, where none did."""
+        thrown_R = np.array(self.thrown.reward_R if self.thrown else (), dtype=np.float32)
+        graded_R = np.concatenate([self.reward_B[first_valid(rollout_B, self.scored_B)], thrown_R])
+        return graded_R if len(graded_R) else self.reward_B[first_valid(rollout_B, np.ones_like(self.scored_B))]
 
     def select(self, indices: NDArray[np.int64]) -> Scored:
         """The scores of some samples. What grading had to say stays as it was said of all."""

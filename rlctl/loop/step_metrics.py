@@ -105,7 +105,6 @@ def collect(
     graded = GradedGroups.of(batch["group_B"], batch["rollout_B"], scored.reward_B, scored.scored_B)
     groups, silent = len(graded.group_G), float(np.mean(~graded.differ_G))
     if thrown is not None:  # what the policy gets, not what it learns from
-        reward_R = np.concatenate([reward_R, np.array(thrown.reward_R, dtype=np.float32)])
         silent = (silent * groups + thrown.groups) / (groups + thrown.groups)
     return {
         "step": step,

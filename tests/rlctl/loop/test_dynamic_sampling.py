@@ -55,9 +55,15 @@ def test_groups_without_signal_go_as_far_as_every_mini_batch_has_a_rollout(least
     assert np.unique(left.batch["group_B"]).tolist() == kept
     assert left.scored.reward_B.tolist() == [DRAWN.scored.reward_B[i] for i in left.batch["id_B"].tolist()]
     assert (thrown.refills, thrown.groups, thrown.signal) == (3, 6 - len(kept), 2)
-    assert sorted(thrown.reward_R) == sorted(
-        DRAWN.scored.reward_B[i] for i in range(12) if i not in left.batch["id_B"].tolist()
-    )
+    gone = set(range(12)) - set(left.batch["id_B"].tolist())
+    assert sorted(thrown.reward_R) == sorted(DRAWN.scored.reward_B[i] for i in gone if DRAWN.scored.scored_B[i])
+    assert sorted(left.scored.by_rollout(left.batch["rollout_B"])) == [0, 0, 0, 1, 1, 1, 1, 1, 2], "all graded ones"
+
+
+def test_scores_are_those_of_what_was_thrown_away_where_nothing_else_was_graded() -> None:
+    left = with_signal(drawn_of([[None, None], [1, 1]]), 1, 0)
+    assert left.batch["group_B"].tolist() == [10, 10]
+    assert left.scored.by_rollout(left.batch["rollout_B"]).tolist() == [1, 1]
 
 
 def test_a_step_learns_from_groups_with_signal_alone(tmp_path: Path) -> None:
