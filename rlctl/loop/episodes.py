@@ -30,20 +30,26 @@ if TYPE_CHECKING:
     from specs.wire.messages import Message
     from specs.wire.role_config import Sampling
 
-METRICS: tuple[Metric, ...] = metrics(
-    "the spec has an `[environment]`",
-    {
-        "episode/turns_mean": "Turns of the model in an episode.",
-        "episode/tool_calls_mean": "Tool calls in an episode.",
-        "episode/tool_errors": "Tool calls that raised, or that no tool could take.",
-        "episode/parse_errors": "Turns whose tool calls did not parse.",
-        "episode/lost": "Episodes whose environment crashed or hung: they are not learned from.",
-        "episode/stop_<reason> [share]": "Episodes that ended for this reason.",
-        "episode/prefix_reused [share]": "Prompt tokens that the sampler had computed in an earlier turn.",
-        "time/environment_s [s]": "Calls of environments, added up over all episodes, many of which run at once.",
-        "reward/failed_environment_lost": "Episodes without a score: their environment crashed or hung.",
-    },
-    in_eval=True,
+_EPISODES = "the spec has an `[environment]`"
+METRICS: tuple[Metric, ...] = (
+    *metrics(
+        _EPISODES,
+        {
+            "episode/turns_mean": "Turns of the model in an episode.",
+            "episode/tool_calls_mean": "Tool calls in an episode.",
+            "episode/tool_errors": "Tool calls that raised, or that no tool could take.",
+            "episode/parse_errors": "Turns whose tool calls did not parse.",
+            "episode/lost": "Episodes whose environment crashed or hung: they are not learned from.",
+            "episode/stop_<reason> [share]": "Episodes that ended for this reason.",
+            "episode/prefix_reused [share]": "Prompt tokens that the sampler had computed in an earlier turn.",
+            "time/environment_s [s]": "Calls of environments, added up over all episodes, many of which run at once.",
+        },
+        in_eval=True,
+    ),
+    *metrics(
+        _EPISODES,
+        {"reward/failed_environment_lost": "Episodes without a score: their environment crashed or hung."},
+    ),
 )
 
 COHORTS = 2  # of a replica that are under way: one is sampled while the environments of the other work
@@ -241,7 +247,7 @@ class EpisodeGeneration(Generation):
 
     def _begin(self, prompts: Batch) -> None:
         sampler = self._sampler
-        groups, counts = (sampler.rollout, sampler.reward), sampler.prefix_counts
+        groups, counts = (sampler.rollout, sampler.reward), sampler.prefix_counts[self._what]
         self.relay = TurnRelay(*groups, self._sampling, self.step, self._start, counts, in_order=self._in_order)
         self.relay.begin(prompts, min(one.processes for one in sampler.spec.environments))
 

@@ -42,8 +42,8 @@ class PromptEvaluation:
         prompts, sampling = self._prompts[one.name], sampler.measured(one)
         drawn = sampler.start(prompts, sampling, step, "eval", on_arrival=on_arrival).finish()
         self._failures.see(drawn.scored, f"evaluation {one.name}")
-        found = eval_metrics.evaluated(drawn, passes)
-        record.metrics.update({f"eval/{one.name}/{name}": value for name, value in found.items()})
+        found = {**eval_metrics.evaluated(drawn, passes), **sampler.take_prefix_share("eval")}
+        record.metrics.update({f"eval/{one.name}/{name.rpartition('/')[2]}": value for name, value in found.items()})
         solved: dict[int, dict[str, bool]] = {}
         if passes is not None:
             passed_B = eval_metrics.passed(drawn, passes)

@@ -89,14 +89,14 @@ class Sampler:
         self.score_model, self._generation = score_model, generation or Generation
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.graders = Graders(reward)
-        self.prefix_counts: Counter[str] = Counter()
+        self.prefix_counts: dict[What, Counter[str]] = defaultdict(Counter)
         self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start
         self.judged = any(term.graded_by == "judge" for term in spec.reward_terms)
         self.clock, self.sync, self.grading = clock, sync, grading
 
-    def take_prefix_share(self) -> dict[str, float]:
+    def take_prefix_share(self, what: What) -> dict[str, float]:
         """Return which share of the turns' prompts was not computed again, since the last call."""
-        reused, computed = (self.prefix_counts.pop(name, 0) for name in PREFIX_COUNTS)
+        reused, computed = (self.prefix_counts[what].pop(name, 0) for name in PREFIX_COUNTS)
         return {"episode/prefix_reused": reused / (reused + computed)} if reused + computed else {}
 
     def restore_graders(self, step: int) -> None:

@@ -125,7 +125,7 @@ class Rl(Driver):
         rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
         metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
-        metrics |= self.sampler.take_prefix_share()
+        metrics |= self.sampler.take_prefix_share("train")
         self.signals.see(metrics, scored, step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
         if self.sampler.grading is not None:

@@ -192,8 +192,8 @@ def test_the_others_do_not_wait_for_the_episodes_of_a_lost_rank() -> None:
     """Two ranks of the reward role run the episodes of one cohort; one is lost. What it ran begins again at the end."""
     rollout, reward = Ranks(1), Ranks(2)
     section = SimpleNamespace(processes=64)
-    spec = SimpleNamespace(rollout=SimpleNamespace(in_order=True), environments=[section])
-    sampler = SimpleNamespace(spec=spec, rollout=rollout, reward=reward, episodes=deque(), prefix_counts=Counter())
+    spec, counts = SimpleNamespace(rollout=SimpleNamespace(in_order=True), environments=[section]), {"train": Counter()}
+    sampler = SimpleNamespace(spec=spec, rollout=rollout, reward=reward, episodes=deque(), prefix_counts=counts)
     prompts = PromptBatch(
         turns_of([0, 1, 2, 3, 4, 5, 6, 7]), {str(row): Row(where="", prompt="", values={}) for row in range(4)}
     )

@@ -149,6 +149,15 @@ def test_runs_repeat_to_the_bit(waves: Path, tmp_path: Path) -> None:
     assert spoken(tmp_path / "run") == spoken(waves)
 
 
+def test_prompts_of_an_evaluation_count_in_its_own_share_of_what_was_reused(waves: Path, tmp_path: Path) -> None:
+    more = settings("run.steps=1", "eval.samples_per_prompt=3", "eval.temperature=1")
+    train(write(tmp_path), tmp_path / "run", *TORCH, *more)
+    first, of_fewer = (next(iter(trained(run)))["episode/prefix_reused"] for run in (tmp_path / "run", waves))
+    assert first == of_fewer, "the evaluation before the step is none of its business"
+    evaluated = [line for line in metrics(tmp_path / "run") if "eval/heldout/reward_mean" in line]
+    assert all(0 < line["eval/heldout/prefix_reused"] < 1 for line in evaluated)
+
+
 def test_turns_that_are_drawn_as_they_come_are_the_same(waves: Path, tmp_path: Path) -> None:
     train(write(tmp_path), tmp_path / "run", *TORCH, *settings("run.steps=2", "rollout.repeatable=false"))
     found, expected = spoken(tmp_path / "run"), spoken(waves)
