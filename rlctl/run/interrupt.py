@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,4 +85,7 @@ def as_ctrl_c() -> Iterator[None]:
 
 
 def _heard(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Return those that this process takes: only the main thread hears signals, and a SIGHUP may be ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]

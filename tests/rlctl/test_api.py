@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,14 @@ def test_a_script_checks_trains_and_reads(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(UsageError, match=r"no run is named|dtype is one of bf16, fp32"):
             call()
     assert [problem.key for problem in rlctl.check_config("sort.toml", run__stepz=4).problems] == ["run.stepz"]
+
+
+def test_threads_train_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread but the main one may set signal handlers: a run in another is done without."""
+    spec = preset("fake", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    with ThreadPoolExecutor() as pool:
+        begun = [pool.submit(rlctl.train, spec, run_dir=tmp_path / name, run__steps=2) for name in "ab"]
+    runs = [each.result() for each in begun]
+    rewards = [[line["reward/mean"] for line in rlctl.load_metrics(run)] for run in runs]
+    assert rewards[0] == rewards[1]
