@@ -26,7 +26,7 @@ from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.run_exports import checked, export_missing
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
-from rlctl.show.eval_keys import headline
+from rlctl.show.eval_keys import PREFIX, headline
 from rlctl.show.metrics_file import MetricsWriter, append_samples, last_values, read_metrics, truncate_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
@@ -260,14 +260,36 @@ class Steps:
             self.report.close()
 
     def _before_the_first(self) -> None:
-        """Give the rollout the actor's weights; evaluate a run from the start before it learns."""
-        driver = self.driver
-        driver.begin(self.done)
-        if self.spec.every and self.done == 0:
+        """Give the rollout the actor's weights; evaluate a run from the start before it learns, and what an attempt
+        saved that was interrupted in its evaluation."""
+        driver, step = self.driver, self.done
+        driver.begin(step)
+        if self.spec.every and step == 0:
             before = driver.evaluate(0)
             self._log({"step": 0, **before.metrics})
             append_samples(self.run.evaluations, 0, before.samples)
             self.progress.evaluation(0, before.metrics)
+        elif self._is_due(step) and self._unevaluated(step):
+            self._make_up(step)
+
+    def _is_due(self, step: int) -> bool:
+        """Tell whether the model is evaluated after a step."""
+        every = self.spec.every
+        return every is not None and (step % every == 0 or step == self.spec.run.steps)
+
+    def _unevaluated(self, step: int) -> bool:
+        """Tell whether the last line is of this step, and without an evaluation."""
+        records = read_metrics(self.run.metrics)[-1:]
+        return [one["step"] for one in records if not any(key.startswith(PREFIX) for key in one)] == [step]
+
+    def _make_up(self, step: int) -> None:
+        """Evaluate after the last step that is behind, and add that to its line."""
+        evaluated = self.driver.evaluate(step)
+        truncate_after(self.run.evaluations, step - 1, self.progress.warning)
+        append_samples(self.run.evaluations, step, evaluated.samples)
+        self.metrics.add_to_last(evaluated.metrics)
+        self.trackers.log({"step": step, **evaluated.metrics})
+        self.progress.evaluation(step, evaluated.metrics)
 
     def _step(self, step: int) -> None:
         spec, last = self.spec, step == self.spec.run.steps
@@ -277,7 +299,7 @@ class Steps:
         record.metrics["time/driver_s"] = idle_s(self.groups.take_busy(), started, time.monotonic())
         self.done = step
         try:
-            if spec.every and (step % spec.every == 0 or last):
+            if self._is_due(step):
                 evaluated = self.driver.evaluate(step)
                 record.metrics.update(evaluated.metrics)
                 append_samples(self.run.evaluations, step, evaluated.samples)

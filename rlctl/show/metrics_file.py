@@ -36,9 +36,7 @@ class MetricsWriter:
         """Append one step. `metrics["step"]` must be there. Raises RlctlError when the disk refuses, NotFiniteError
         when the line is written but holds a number that is none."""
         assert isinstance(metrics.get("step"), int), "a line of metrics needs `step`"
-        plain = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
-        bad = {key: value for key, value in plain.items() if isinstance(value, float) and not math.isfinite(value)}
-        data = json.dumps(plain | dict.fromkeys(bad), allow_nan=False).encode() + b"\n"
+        data, bad = _encoded(metrics)
         start = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(data) != len(data):
@@ -47,15 +45,36 @@ class MetricsWriter:
             self._file.truncate(start)  # half a line would spoil the file for --resume
             hint = "free disk space, then continue with --resume"
             raise RlctlError(f"cannot write {self.path}: {error.strerror}", hint=hint) from None
-        if bad:
-            listed = ", ".join(f"{key} is {value}" for key, value in bad.items())
-            raise NotFiniteError(f"step {metrics['step']}: {listed}", hint="look at the metrics of the steps before")
+        _refuse(metrics["step"], bad)
+
+    def add_to_last(self, more: Mapping[str, Any]) -> None:
+        """Add metrics to the last line, atomically. Raises OSError."""
+        *before, last = _lines(self.path)[0]
+        record = _record(last)
+        data, bad = _encoded({**record, **more})
+        _replace(self.path, [*before, data.rstrip()])
+        self._file.close()
+        self._file = self.path.open("ab", buffering=0)
+        _refuse(record["step"], bad)
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _encoded(metrics: Mapping[str, Any]) -> tuple[bytes, dict[str, float]]:
+    """Return a line with null for each number that is not finite, and those."""
+    plain = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+    bad = {key: value for key, value in plain.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps(plain | dict.fromkeys(bad), allow_nan=False).encode() + b"\n", bad
+
+
+def _refuse(step: int, bad: Mapping[str, float]) -> None:
+    if bad:
+        listed = ", ".join(f"{key} is {value}" for key, value in bad.items())
+        raise NotFiniteError(f"step {step}: {listed}", hint="look at the metrics of the steps before")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -92,12 +111,16 @@ def truncate_after(path: Path, step: int, warn: Callable[[str], None] | None = N
     if bad and warn is not None:
         warn(f"{path.name}: {bad} of its lines cannot be read, and are dropped")
     if path.exists():
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            file.writelines(line + b"\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        _replace(path, kept)
+
+
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.writelines(line + b"\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def append_samples(path: Path, step: int, samples: Iterable[Mapping[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from tracker_packages.told import told
 from warm import PATCHES
 
 from rlctl.show.journal import read_journal
+from rlctl.show.metrics_file import read_samples
 
 FOREVER = settings("run.steps=100000", "checkpoint.every=2")
 
@@ -221,6 +222,44 @@ def test_a_terminal_that_hangs_up_costs_no_step_and_the_run_continues_from_there
     again = finish("train", spec, "--run-dir", run, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 2}")
     assert [line["step"] for line in metrics(run) if line["step"] > 0] == list(range(1, done + 3))
     assert "step 0/" not in again.stdout, "it begins where it was"
+
+
+NEVER_ENDS = """
+import pathlib, time
+
+def score(prompt, completion, row):
+    if row["answer"] == "held out":
+        with open(pathlib.Path(__file__).with_name("evaluations"), "a") as evaluations:
+            evaluations.write("x")
+            evaluations.flush()
+            if evaluations.tell() == 2:
+                time.sleep(99)
+    return len(completion) / 8
+"""
+
+
+def test_an_evaluation_that_was_interrupted_is_made_up_for(spec, tmp_path):
+    """Its step is saved: a resume begins behind it."""
+    for answer in ("learned", "held out"):
+        (tmp_path / f"{answer}.jsonl").write_text(json.dumps({"prompt": "4231", "answer": answer}) + "\n")
+    (tmp_path / "slow.py").write_text(NEVER_ENDS)
+    keys = ["run.steps=3", "data.train=learned.jsonl", "reward.timeout_s=99"]
+    keys += [
+        'eval={every=5, data="held out.jsonl", prompts=1}',
+        'reward.terms=[{kind="function", path="slow.py:score"}]',
+    ]
+    run = tmp_path / "run"
+    driver = start("train", spec, "--run-dir", run, *settings(*keys))
+    wait_for(lambda: (tmp_path / "evaluations").is_file() and (tmp_path / "evaluations").stat().st_size == 2, 150)
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=200)
+    assert (driver.returncode, steps_done(run)) == (130, 3)
+    before = metrics(run)
+    finish("train", run, "--resume")
+    after, evaluated = metrics(run), read_samples(run / "eval.jsonl")
+    assert [line["step"] for line in evaluated] == [0, 3]
+    assert after == [*before[:-1], before[-1] | after[-1]]
+    assert after[-1]["eval/heldout/reward_mean"] == evaluated[1]["reward"]
 
 
 SAVES_SLOWLY = """
