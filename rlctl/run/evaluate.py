@@ -20,7 +20,7 @@ from rlctl.processes.placement import Plan
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.export import find
 from rlctl.run.interrupt import Interrupt
-from rlctl.run.lineage import SpecSource, check_same_base, spec_source
+from rlctl.run.lineage import SpecSource, check_same_base, read_own, spec_source
 from rlctl.run.resume import check_fits, held_out
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.run_exports import export_missing, with_run_exports
@@ -32,7 +32,6 @@ from rlctl.show.progress import EvalProgress
 from rlctl.show.screen import Screen, progress_screen
 from rlctl.show.text_format import number, share
 from specs.errors import Interrupted, SpecError, UsageError
-from specs.json_file import read_object
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PLAIN
 from specs.schema.recipes import RlSpec, RowsSpec
@@ -131,7 +130,7 @@ def without_learning(spec: Spec, *, adapters: bool) -> Spec:
 
 def _check_held_out(run_dir: Path, spec: Spec) -> None:
     """Raises UsageError where rows that the run trained on would count as held out."""
-    apart, now = held_out(read_object(run_dir / "resolved.json")), held_out(spec.resolved())
+    apart, now = held_out(read_own(run_dir / "resolved.json")), held_out(spec.resolved())
     if now > apart:
         message = f"the last {now} rows of data.train would be evaluated on, but the run trained on all but {apart}"
         raise UsageError(message, hint=f"set eval.prompts to {apart} or less, or name other rows in eval.data")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run import checkpoints
@@ -13,11 +14,23 @@ from rlctl.run.resume import check_fits
 from rlctl.show.journal import read_journal
 from specs.errors import CheckpointError, RunDirError, UsageError
 from specs.json_file import read_object, write_object
+from specs.load.dotted_keys import value_at
 from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 
 FORKED_FROM = "forked_from.json"
 REF_LOGPROBS = "ref_logprobs.safetensors"  # of a reference that is computed once
+
+
+def read_own(file: Path, *keys: str) -> dict[str, Any]:
+    """Read what an attempt wrote, which has these keys. Raises RunDirError."""
+    try:
+        found = read_object(file)
+        if missing := [key for key in keys if key not in found]:
+            raise ValueError(f"has no {missing[0]}")
+    except ValueError as error:
+        raise RunDirError(f"{file} {error}", hint=f"put it back from a copy; {checkpoints.START_OVER}") from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Fork:
         """Return what a run was forked from, if it was."""
         if not (run_dir / FORKED_FROM).exists():
             return None
-        found = read_object(run_dir / FORKED_FROM)
+        found = read_own(run_dir / FORKED_FROM, "run", "step")
         return Fork(Path(found["run"]), found["step"])
 
     def checkpoint(self, spec: Spec, spec_dir: Path) -> checkpoints.Checkpoint:
@@ -88,7 +101,7 @@ def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
     (run, step), option = checkpoints.run_and_step(text), f"--from {text}: "
     if not (run / "resolved.json").is_file():
         raise UsageError(f"{option}{run} holds no run", hint="name a run directory: --from RUN_DIR or RUN_DIR@STEP")
-    recipe = read_object(run / "resolved.json")["run"].get("recipe")
+    recipe = value_at(read_own(run / "resolved.json"), "run.recipe", "rl")
     if spec.needs_ref and not spec.own_ref_model and recipe != spec.run.recipe:
         message = f"{option}that run's recipe is {recipe}, and the reference here would not be the model that it made"
         raise UsageError(message, hint=f'begin a new run with its weights: --set model.path="{run}"')

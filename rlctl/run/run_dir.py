@@ -9,17 +9,16 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import START_OVER, step_path, steps_in
 from rlctl.run.input_files import Inputs, changes, inputs_of
-from rlctl.run.lineage import FORKED_FROM, REF_LOGPROBS
+from rlctl.run.lineage import FORKED_FROM, REF_LOGPROBS, read_own
 from rlctl.run.resume import differences
 from rlctl.run.run_lock import LOCK, RunLock, owner_of
 from rlctl.show.journal import Journal, newest
 from specs.errors import Problem, RlctlError, RunDirError
-from specs.json_file import read_object, write_object
+from specs.json_file import write_object
 from specs.load.overrides import as_run
 from specs.schema.spec import Spec
 
@@ -118,7 +117,7 @@ class RunDir:
 
     def _check_same_run(self, spec: Spec) -> None:
         """Refuse changes to what the first attempt began with; keep the others since the last one for a person."""
-        first, last = _read_own(self.resolved), _read_own(newest(self.path, "resolved"))
+        first, last = read_own(self.resolved), read_own(newest(self.path, "resolved"))
         refused, _ = differences(first, spec.resolved(), spec.lead_engine)
         self.changes = differences(last, spec.resolved())[1]
         if refused:
@@ -129,7 +128,7 @@ class RunDir:
 
     def _check_same_inputs(self, accept: bool) -> None:
         """Compare with the attempt before: what it was resumed with, or what the run was started with."""
-        self.accepted = changes(_read_own(newest(self.path, "inputs"))["files"], self.inputs)
+        self.accepted = changes(read_own(newest(self.path, "inputs"), "files")["files"], self.inputs)
         if self.accepted and not accept:
             raise RunDirError(
                 "files that this run reads are not what they were:" + _listed(self.accepted),
@@ -165,14 +164,6 @@ class RunDir:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def _read_own(file: Path) -> dict[str, Any]:
-    """Read what an earlier attempt wrote. Raises RunDirError."""
-    try:
-        return read_object(file)
-    except ValueError as error:
-        raise RunDirError(f"{file} {error}", hint=f"put it back from a copy; {START_OVER}") from None
 
 
 def _listed(lines: Sequence[str]) -> str:

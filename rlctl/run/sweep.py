@@ -22,6 +22,7 @@ from rlctl.memory.fit import fit_problems
 from rlctl.processes.placement import usable_cores
 from rlctl.run.checkpoints import step_path
 from rlctl.run.interrupt import as_ctrl_c
+from rlctl.run.lineage import read_own
 from rlctl.run.resume import differences
 from rlctl.run.run_exports import checked, with_run_exports
 from rlctl.run.run_lock import RunLock
@@ -30,7 +31,7 @@ from rlctl.show.report_page import write_page
 from rlctl.show.screen import Screen, progress_screen
 from rlctl.show.sweep_table import DONE, State, SweepTable, Trial, outcome
 from specs.errors import Problem, SpecError, UsageError
-from specs.json_file import read_object, write_object
+from specs.json_file import write_object
 from specs.load.load import load_spec
 from specs.load.overrides import parse_value
 from specs.terminal import json_text
@@ -192,7 +193,7 @@ def _as_left(trial: Trial, spec_path: Path) -> Trial:
         return trial
     spec = load_spec(spec_path, trial.overrides)
     spec, _ = with_run_exports(spec, spec_path.absolute().parent, trial.run_dir)
-    refused, _ = differences(read_object(resolved), spec.resolved())
+    refused, _ = differences(read_own(resolved), spec.resolved())
     if refused:
         message = f"{trial.run_dir} holds a run of another spec: {'; '.join(refused)}"
         raise UsageError(message, hint="put the spec back, or name another folder with --dir")

@@ -80,6 +80,11 @@ REFUSED: dict[str, tuple[Mess, str]] = {
     ),
     "no checkpoint left": (remove(*(f"checkpoints/{name}" for name in SAVED)), "checkpoints holds no checkpoint"),
     "resolved.json cut short": (cut("resolved.json", 20), "resolved.json is cut short"),
+    "inputs.json of another make": (change("inputs.json", lambda content: b"{}"), "inputs.json has no files"),
+    "forked_from.json cut short": (
+        lambda run: (run / "forked_from.json").write_text('{"run": "'),
+        "forked_from.json is cut short",
+    ),
     "a bad line of metrics": (
         change("metrics.jsonl", lambda content: content.replace(b"\n", b'\n{"step": ' + TORN_CHARACTER + b"\n", 1)),
         "metrics.jsonl:2 is not a line",
