@@ -11,7 +11,7 @@ from rlctl.run.run_lock import owner_of
 from rlctl.show.journal import last_attempt, newest, read_journal
 from rlctl.show.screen import Screen
 from rlctl.show.sweep_table import outcome
-from rlctl.show.text_format import columns, number
+from rlctl.show.text_format import columns, number, of_steps
 from specs.errors import UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
@@ -34,7 +34,7 @@ def runs(folder: Path, *, as_json: bool = False) -> int:
     if as_json:
         print(json_text(rows))
         return 0
-    shown = [{**row, "step": f"{row['step']}/{row['steps'] or '–'}", "reward": number(row["reward"])} for row in rows]
+    shown = [{**row, "step": of_steps(row["step"], row["steps"]), "reward": number(row["reward"])} for row in rows]
     heads = ("run", "recipe", "state", "step", "reward", "when")
     table = columns(heads, [[row[head] for head in heads] for row in shown], left=3)
     Screen(outlives=True).print(Text(table), soft_wrap=True)

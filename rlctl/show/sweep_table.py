@@ -18,7 +18,7 @@ from rlctl.show import eval_keys
 from rlctl.show.metrics_file import last_values, read_metrics
 from rlctl.show.report_compare import final
 from rlctl.show.screen import Screen, redraws
-from rlctl.show.text_format import columns, counted, duration, number
+from rlctl.show.text_format import columns, counted, duration, number, of_steps
 from specs.errors import RunDirError
 
 State = Literal["waiting", "begun", "running", "done", "done before", "failed", "interrupted"]
@@ -137,7 +137,7 @@ class SweepTable:
         for trial in self.trials.values():
             if trial.state == "running":
                 found, spent = outcome(trial.run_dir), duration(time.monotonic() - self._began[trial.name])
-                table.add_row(trial.name, trial.state, f"{found.step}/{trial.steps}", number(found.score), spent)
+                table.add_row(trial.name, trial.state, of_steps(found.step, trial.steps), number(found.score), spent)
         return table
 
     # ── what came of it ───────────────────────────────────────────────────────────────────────────
@@ -156,7 +156,12 @@ class SweepTable:
         self.console = console or self.console
         ranked = self._ranked()
         rows = [
-            (*(trial.values[key] for key in self.keys), number(found.score), f"{found.step}/{trial.steps}", trial.state)
+            (
+                *(trial.values[key] for key in self.keys),
+                number(found.score),
+                of_steps(found.step, trial.steps),
+                trial.state,
+            )
             for trial, found in ranked
         ]
         self.say(columns((*self.keys, self.score_name, "step", "state"), rows))

@@ -132,6 +132,11 @@ def replicas(record: Mapping[str, Any]) -> str:
     return f"{here} of {here + sum(absent)} replicas"
 
 
+def of_steps(step: int, steps: object) -> str:
+    """Write `3/6`; of a run that is beyond its `run.steps`, which were lowered since, `9/9`."""
+    return f"{step}/{max(step, steps) if isinstance(steps, int) else '–'}"
+
+
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:
     """Align cells below each other, to the right but for the first `left` columns; none is cut, however narrow the
     terminal."""

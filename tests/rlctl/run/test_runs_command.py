@@ -27,6 +27,7 @@ def run_in(folder: Path, steps: int, outcome: str = "") -> Path:
 
 def test_each_run_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in(tmp_path / "a", 9, "done")
+    (run_in(tmp_path / "beyond", 12, "done") / "resolved.attempt_2.json").write_text('{"run": {"steps": 3}}')
     run_in(tmp_path / "grid" / "lr_1", 3, "failed")
     run_in(tmp_path / "killed", 0)
     going_on = run_in(tmp_path / "now", 2)
@@ -40,6 +41,7 @@ def test_each_run_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [line.split()[:5] for line in lines] == [
         ["run", "recipe", "state", "step", "reward"],
         ["a", "rl", "done", "9/9", "0.900"],
+        ["beyond", "rl", "done", "12/12", "1.20"],
         ["grid/lr_1", "rl", "failed", "3/9", "0.300"],
         ["killed", "rl", "killed", "0/9", "–"],
         ["now", "rl", "running", "2/20", "0.200"],
