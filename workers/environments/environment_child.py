@@ -36,6 +36,7 @@ from workers.environments.replies import (
     step_outcome,
     wrong_arguments,
 )
+from workers.environments.tool_schema import with_enums
 from workers.grading.child import as_number, describe
 
 READ_BYTES = 1 << 16
@@ -189,7 +190,8 @@ class Session:
             return {"text": text, "reward": None, "done": False, "error": True}
         reward, failed = None, False
         try:
-            value = self._finish((tool.function or getattr(self._instance, name))(**arguments))
+            function = tool.function or getattr(self._instance, name)
+            value = self._finish(function(**with_enums(function, arguments)))
             if has_reward(value):
                 value, reward = value
             text = as_text(value)

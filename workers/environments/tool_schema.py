@@ -6,7 +6,8 @@ import inspect
 import re
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -62,6 +63,31 @@ def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parame
     except (NameError, TypeError, ValueError) as error:
         hint = "use str, int, float, bool, list[…], dict[str, …], Literal[…], an Enum or X | None"
         raise RewardError(f"tool {tool}: the type hint of {parameter.name}: {error}", hint=hint) from None
+
+
+def with_enums(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the members of enums in place of their values. Raises ValueError for a value of none."""
+    hints = get_type_hints(function) if arguments else {}
+    return {name: _with_members(hints.get(name), value) for name, value in arguments.items()}
+
+
+def _with_members(hint: Any, value: Any) -> Any:
+    origin, inner = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    if origin is list and isinstance(value, list):
+        return [_with_members(inner[0], each) for each in value]
+    if origin is dict and isinstance(value, dict):
+        return {key: _with_members(inner[1], each) for key, each in value.items()}
+    if origin in (Union, types.UnionType) and value is not None:
+        members = [each for each in inner if each is not type(None)]
+        if len(members) == 1:
+            return _with_members(members[0], value)
+        for each in members:
+            with suppress(ValueError):
+                if (found := _with_members(each, value)) is not value:
+                    return found
+    return value
 
 
 def _schema_of_hint(hint: Any) -> dict[str, Any]:

@@ -189,6 +189,52 @@ def test_functions_need_no_class(tmp_path: Path) -> None:
     run(pool, test)
 
 
+def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
+    code = '''
+        from __future__ import annotations
+        from enum import Enum
+        from typing import TYPE_CHECKING, Annotated
+
+        if TYPE_CHECKING:
+            from elsewhere import Thing
+
+        class Colour(Enum):
+            RED = "red"
+            TWO = 2
+
+        class Shop:
+            def reset(self): pass
+
+            def look(self) -> Thing:
+                """Look around."""
+                return "at nothing"
+
+            def mix(self, first: Colour, rest: list[Colour] | None = None, other: str | Colour = Colour.TWO,
+                    named: dict[str, Annotated[Colour, "any"]] = {}):
+                """Mix colours."""
+                return [first.name, rest and [each.name for each in rest], str(other), str(named)]
+    '''
+    pool = make_pool(tmp_path, path=written(tmp_path, code) + ":Shop")
+
+    async def test(_: Described) -> None:
+        async with opened(pool) as environment:
+            replies = {
+                '["RED", null, "Colour.TWO", "{}"]': {"first": "red", "rest": None},
+                '["TWO", ["RED"], "blue", "{}"]': {"first": 2, "rest": ["red"], "other": "blue"},
+                '["RED", [], "Colour.RED", "{\'a\': <Colour.TWO: 2>}"]': {
+                    "first": "red", "rest": [], "other": "red", "named": {"a": 2},
+                },
+            }  # fmt: skip
+            for text, arguments in replies.items():
+                assert await environment.call("mix", arguments) == EnvironmentReply(text, None, done=False)
+            for wrong in ({"first": "blue"}, {"first": "red", "rest": ["blue"]}):
+                reply = await environment.call("mix", wrong)
+                assert (reply.text, reply.error) == ("ValueError: 'blue' is not a valid Colour", True)
+            assert (await environment.call("look", {})).text == "at nothing"
+
+    run(pool, test)
+
+
 def test_another_interpreter_needs_the_standard_library_alone(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     code = '''
