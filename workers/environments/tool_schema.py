@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specs.errors import RewardError
@@ -30,7 +31,8 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
     """Return the tool as chat templates take it. Raises RewardError for a parameter without a hint, or with one that is
     no JSON type, and for a function without a docstring."""
     name = name or function.__name__
-    text = inspect.cleandoc(function.__doc__ or "")
+    own = function.__doc__ != type(function).__doc__  # a partial has that of its class
+    text = inspect.cleandoc((function if own else _with_hints(function)).__doc__ or "")
     if not text:
         raise RewardError(f"tool {name} has no docstring", hint="say in it what the tool does: the model reads it")
     description, about = _read_docstring(text)
@@ -46,11 +48,19 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
 
 
 def tool_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return what the model can fill in: no `self`, no `*args` and `**kwargs`."""
-    given = list(inspect.signature(function).parameters.values())
+    """Return what the model can fill in: no `self`, no `*args` and `**kwargs`, nothing that a partial has filled in."""
+    filled = function.keywords if isinstance(function, partial) else {}
+    given = [each for each in inspect.signature(function).parameters.values() if each.name not in filled]
     if given and given[0].name in ("self", "cls") and given[0].annotation is inspect.Parameter.empty:
         given = given[1:]
     return [each for each in given if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that has a callable's hints: of a partial the one it calls, of an object its `__call__`."""
+    if isinstance(function, partial):
+        return _with_hints(function.func)
+    return function if hasattr(function, "__name__") else type(function).__call__
 
 
 def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parameter) -> dict[str, Any]:
@@ -59,7 +69,7 @@ def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parame
             f"tool {tool}: {parameter.name} has no type hint", hint=f"write {parameter.name}: str, or another type"
         )
     try:
-        return _schema_of_hint(get_type_hints(function)[parameter.name])
+        return _schema_of_hint(get_type_hints(_with_hints(function))[parameter.name])
     except (NameError, TypeError, ValueError) as error:
         hint = "use str, int, float, bool, list[…], dict[str, …], Literal[…], an Enum or X | None"
         raise RewardError(f"tool {tool}: the type hint of {parameter.name}: {error}", hint=hint) from None
@@ -67,7 +77,7 @@ def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parame
 
 def with_enums(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the members of enums in place of their values. Raises ValueError for a value of none."""
-    hints = get_type_hints(function) if arguments else {}
+    hints = get_type_hints(_with_hints(function)) if arguments else {}
     return {name: _with_members(hints.get(name), value) for name, value in arguments.items()}
 
 

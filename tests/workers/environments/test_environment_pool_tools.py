@@ -163,6 +163,7 @@ def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
 
 def test_functions_need_no_class(tmp_path: Path) -> None:
     code = '''
+        from functools import partial
         from helper import PLUS
 
         def add(a: float, b: float) -> float:
@@ -172,10 +173,12 @@ def test_functions_need_no_class(tmp_path: Path) -> None:
         async def now() -> str:
             """Say the time."""
             return "late"
+
+        more = partial(add, b=1)
     '''
     written(tmp_path, "PLUS = 0.5", "helper.py")
     name = written(tmp_path, code)
-    pool = make_pool(tmp_path, tools=(f"{name}:add", f"{name}:now"))
+    pool = make_pool(tmp_path, tools=(f"{name}:add", f"{name}:now", f"{name}:more"))
     written(tmp_path, "PLUS = 99", "helper.py")  # the code is as it was when the pool was made
 
     async def test(described: Described) -> None:
@@ -183,6 +186,7 @@ def test_functions_need_no_class(tmp_path: Path) -> None:
         environment = await pool.open()
         assert await environment.reset({}, 0) is None
         assert await environment.call("add", {"a": 1, "b": 2}) == EnvironmentReply("3.5", None, done=False)
+        assert await environment.call("more", {"a": 1}) == EnvironmentReply("2.5", None, done=False)
         assert await environment.call("now", {}) == EnvironmentReply("late", None, done=False)
         await environment.close()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache, partial
 from typing import Any, Literal, Optional, Union
 
 import pytest
@@ -117,6 +119,40 @@ def test_it_knows_more_forms_of_docstrings_and_signatures() -> None:
             },
         },
     }
+
+
+@dataclass
+class Search:
+    index: dict[str, Any]
+
+    def __call__(self, query: str, most: int = 3) -> list[str]:
+        """Search the index.
+
+        Args:
+            query: What for
+        """
+        return [self.index[query]][:most]
+
+
+def test_objects_that_are_called_and_partials_are_tools() -> None:
+    table = schema_of(Search({}), "search")
+    assert table["function"] == {
+        "name": "search",
+        "description": "Search the index.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "What for"}, "most": {"type": "integer"}},
+            "required": ["query"],
+        },
+    }
+    parameters = table["function"]["parameters"]
+    assert schema_of(lru_cache(Search({}).__call__), "search") == table
+    assert schema_of(partial(Search.__call__, Search({})), "search") == table
+    filled = partial(Search({}), most=1)
+    filled.__doc__ = "Find one."
+    description = {"name": "one", "description": "Find one."}
+    inner = {**parameters, "properties": {"query": {"type": "string"}}}
+    assert schema_of(filled, "one")["function"] == {**description, "parameters": inner}
 
 
 @pytest.mark.parametrize("hint", [tuple[int], set[str], bytes, Literal[b"x"], WithMethod, Callable, bytes | None])
