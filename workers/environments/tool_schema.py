@@ -28,13 +28,15 @@ _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
-    """Return the tool as chat templates take it. Raises RewardError for a parameter without a hint, or with one that is
-    no JSON type, and for a function without a docstring."""
+    """Return the tool as chat templates take it. Raises RewardError for a parameter without a hint, with one that is no
+    JSON type or without a name, for a function without a docstring, and for one that yields."""
     name = name or function.__name__
     own = function.__doc__ != type(function).__doc__  # a partial has that of its class
     text = inspect.cleandoc((function if own else _with_hints(function)).__doc__ or "")
     if not text:
         raise RewardError(f"tool {name} has no docstring", hint="say in it what the tool does: the model reads it")
+    if inspect.isgeneratorfunction(_with_hints(function)) or inspect.isasyncgenfunction(_with_hints(function)):
+        raise RewardError(f"tool {name} yields: a call gives a generator", hint="return what the model is to read")
     description, about = _read_docstring(text)
     parameters = tool_parameters(function)
     properties = {each.name: _property(name, function, each) for each in parameters}
@@ -64,6 +66,9 @@ def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parameter) -> dict[str, Any]:
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        hint = "leave out the / behind it: arguments are given by name"
+        raise RewardError(f"tool {tool}: {parameter.name} is positional-only", hint=hint)
     if parameter.annotation is parameter.empty:
         raise RewardError(
             f"tool {tool}: {parameter.name} has no type hint", hint=f"write {parameter.name}: str, or another type"

@@ -42,6 +42,17 @@ CODE = '''
         def buy(self, item: asyncio.Future):
             """Buy."""
 
+    class Yields:
+        def reset(self): pass
+        async def buy(self, item: str):
+            """Buy."""
+            yield item
+
+    class ByPlace:
+        def reset(self): pass
+        def buy(self, item: str, /, count: int = 1):
+            """Buy."""
+
     class Needs:
         def __init__(self, size): pass
         def reset(self): pass
@@ -88,6 +99,8 @@ REFUSED = {
     "NoDocstring": "tool buy has no docstring",
     "NoSuchType": "tool buy: the type hint of item: name 'Item' is not defined",
     "Unknown": "tool buy: the type hint of item: <class '_asyncio.Future'> is no JSON type",
+    "Yields": "tool buy yields: a call gives a generator",
+    "ByPlace": "tool buy: item is positional-only",
     "Needs": "users.py:Needs: its constructor has a missing a required argument: 'size'",
     "Both": "users.py:Both replies to text, with step, and has a tool, buy: both at once",
     "Nowhere": "users.py defines no Nowhere",
