@@ -10,10 +10,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from workers.grading.child import as_number, describe
+from workers.grading.child import ERROR_CHARACTERS, as_number, describe, one_line
 
 TEXT_CHARACTERS = 1 << 20  # of a reply; more would not fit into any episode
-ERROR_CHARACTERS = 500
 _OURS = str(Path(__file__).parent)
 
 
@@ -102,12 +101,11 @@ def _plain(value: Any) -> Any:
 
 def in_one_line(error: BaseException) -> str:
     """Return an exception in one line; the log has its traceback, from the user's code on."""
+    if isinstance(error, Lost):
+        return " ".join(str(error).split())[:ERROR_CHARACTERS]
     with suppress(BaseException):  # user code: an exception's own __str__
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
             trace = trace.tb_next
-        if not isinstance(error, Lost):
-            traceback.print_exception(type(error), error, trace)
-        text = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
-        return " ".join(text.split())[:ERROR_CHARACTERS]
-    return type(error).__name__
+        traceback.print_exception(type(error), error, trace)
+    return one_line(error)

@@ -26,6 +26,7 @@ from workers.grading.terms import GradeRequest, Setting, Term, make_term
 
 PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
+ERROR_CHARACTERS = 500  # of an exception in one line
 
 
 def main() -> None:
@@ -80,13 +81,28 @@ def grade(terms: Sequence[Term], sample: GradeRequest) -> dict[str, Any]:
         try:
             value = term(sample)
         except BaseException as error:  # user code: sys.exit() and a recursion limit are failures of this sample only
-            text = "".join(traceback.format_exception(error))
-            return {"cause": "exceptions", "term": number, "text": text[-TRACEBACK_CHARACTERS:]}
+            return {"cause": "exceptions", "term": number, "text": _traceback(error)}
         score = as_number(value)
         if score is None:
             return {"cause": "bad_values", "term": number, "text": f"the reward gave {describe(value)}"}
         values.append(score)
     return {"t": values}
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and the message of an exception, whose own __str__ may raise."""
+    with suppress(BaseException):
+        return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
+    return type(error).__name__
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the end of a traceback, whose last line names the exception however long its message is."""
+    text, last = "".join(traceback.format_exception(error)).rstrip(), one_line(error)
+    if not text.endswith(last.removesuffix(":")):
+        frames = text if len(text) < TRACEBACK_CHARACTERS else "".join(traceback.format_tb(error.__traceback__))
+        text = f"{frames.rstrip()}\n{last}"
+    return text[-TRACEBACK_CHARACTERS:]
 
 
 def as_number(value: Any) -> float | None:

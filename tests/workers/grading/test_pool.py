@@ -20,7 +20,7 @@ from process_ends import ended
 
 from specs.errors import RewardError
 from workers.grading.pool import Grade, GraderPool
-from workers.grading.reward_failures import MAX_RECORDS, FailureLog
+from workers.grading.reward_failures import MAX_RECORDS, FailureLog, is_of_code, last_line
 from workers.grading.terms import GradeRequest, Setting, make_term
 
 NAUGHTY = """
@@ -151,6 +151,27 @@ def test_each_failure_takes_only_its_own_sample(make_pool: MakePool) -> None:
         else:
             expected = WORKING[name] if name in WORKING else float(name)
             assert grade == Grade((expected,)), name
+
+
+def test_the_last_line_of_a_failure_names_the_exception(make_pool: MakePool, tmp_path: Path) -> None:
+    """However long its message is, and of however many lines; where it was raised stays."""
+    code = """
+        def score(prompt, completion, row):
+            raise ValueError(row["message"])
+    """
+    pool = make_pool(code, workers=1)
+    messages = {
+        "x" * 5000: "ValueError: xxx",
+        "a\nb\n": "ValueError: a b",
+        "short": "ValueError: short",
+        "": "ValueError",
+    }
+    grades = pool.grade([request("", number, message=message) for number, message in enumerate(messages)])
+    for grade, last in zip(grades, messages.values(), strict=True):
+        assert last_line(grade.text).startswith(last)
+        assert len(last_line(grade.text)) <= 500
+        assert is_of_code(grade.cause, grade.text)
+        assert "line 3, in score" in grade.text
 
 
 def test_a_kill_reaches_what_the_reward_started(make_pool: MakePool, tmp_path: Path) -> None:
