@@ -18,6 +18,7 @@ from workers.data.gym_rows import gym_rows
 
 PARQUET_BATCH_ROWS = 1024
 FIRST_S = 10.0  # for the first rows, before a run: some of reasoning-gym take seconds each
+MAX_DEPTH = 200  # of a row: pydantic writes no value of more than 254 levels
 _GZIP = b"\x1f\x8b"
 _PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
 
@@ -121,7 +122,14 @@ def _parse_line(line: bytes, where: str) -> DataRow:
         return DataRow(where, {}, f"not JSON: {error}{cut}")
     if not isinstance(values, dict):
         return DataRow(where, {}, f"not a JSON object but {type(values).__name__}; {_PER_LINE}")
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(values):
+        return DataRow(where, {}, f"nested more than {MAX_DEPTH} levels deep")
     return DataRow(where, values, not_text(values) if b"\\u" in line else "")
+
+
+def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not left or any(_is_deep(each, left - 1) for each in inner)
 
 
 def _parquet(path: Path) -> Iterator[DataRow]:

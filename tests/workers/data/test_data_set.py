@@ -95,6 +95,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ('{"prompt": "half \\ud800"}', "column 'prompt' holds half of a surrogate pair"),
     ('{"prompt": "p", "extra": [{"a": ["x", "\\uDBFF"]}]}', "column 'extra' holds half of a surrogate pair"),
     ("[" * 100_000, "not JSON"),
+    (f'{{"prompt": "p", "more": {"[" * 200}{"]" * 200}}}', "nested more than 200 levels deep"),
 ]
 
 
