@@ -13,6 +13,8 @@ from typing import Any
 from workers.grading.child import ERROR_CHARACTERS, as_number, describe, one_line
 
 TEXT_CHARACTERS = 1 << 20  # of a reply; more would not fit into any episode
+# What may stand in a schema besides `properties`, and let more names in than these.
+_OPEN = {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"}
 _OURS = str(Path(__file__).parent)
 
 
@@ -24,9 +26,10 @@ def wrong_arguments(name: str, parameters: Mapping[str, Any], arguments: Any) ->
     """Return what the model should know about arguments that do not fit; empty if they do."""
     if not isinstance(arguments, dict):
         return f"{name}: the arguments are not a JSON object"
-    known = parameters.get("properties", {})
+    known = parameters.get("properties") or {}
     missing = [each for each in parameters.get("required", ()) if each not in arguments]
-    unknown = [each for each in arguments if each not in known and not parameters.get("additionalProperties")]
+    is_open = any(parameters.get(each) for each in _OPEN)
+    unknown = [each for each in arguments if each not in known and not is_open]
     if not missing and not unknown:
         return ""
     wrong = [f"{word} {', '.join(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]

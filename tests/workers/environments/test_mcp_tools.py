@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -57,6 +58,39 @@ FUNCTION = '''
 '''
 
 
+# A server that is written by hand: it prints what is no JSON-RPC, and has schemas and results that the package's has not.
+BY_HAND = '''
+    import json, sys
+
+    def say(message):
+        print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+
+    POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    SCHEMAS = {
+        "either": {"type": "object", "anyOf": [POINT, {"properties": {"y": {"type": "integer"}}}]},
+        "pointed": {"type": "object", "$ref": "#/$defs/P", "$defs": {"P": POINT}},
+        "empty": {"type": "object", "properties": None},
+    }
+    for line in sys.stdin:
+        asked = json.loads(line)
+        match asked["method"]:
+            case "initialize":
+                version = asked["params"]["protocolVersion"]
+                info = {"serverInfo": {"name": "s", "version": "1"}, "capabilities": {"tools": {}}}
+                result = {"protocolVersion": version, **info}
+            case "tools/list":
+                result = {"tools": [{"name": name, "inputSchema": schema} for name, schema in SCHEMAS.items()]}
+            case "tools/call":
+                text = json.dumps(asked["params"].get("arguments"))
+                result = {"content": [{"type": "text", "text": text}]}
+            case _:
+                result = None
+        if "id" in asked:
+            unknown = {"code": -32601, "message": "unknown"}
+            say({"id": asked["id"], **({"error": unknown} if result is None else {"result": result})})
+'''
+
+
 async def pids_of(*environments: Environment) -> set[int]:
     return {int(str((await each.call("pid", {})).text)) for each in environments}
 
@@ -98,6 +132,21 @@ def test_a_server_and_a_function_in_one_list(tmp_path: Path) -> None:
     run(pool, test)
     assert len(seen) == 3
     assert all(map(ended, seen))
+
+
+def test_what_a_schema_lets_in_besides_its_properties(tmp_path: Path) -> None:
+    written(tmp_path, BY_HAND, "server.py")
+    pool = make_pool(tmp_path, tools=("mcp:python server.py",), memory_MiB=512)
+
+    async def test(_: Described) -> None:
+        async with opened(pool) as environment:
+            for name, arguments in {"either": {"y": 1}, "pointed": {"x": 1}, "empty": {}}.items():
+                reply = await environment.call(name, arguments)
+                assert reply == EnvironmentReply(json.dumps(arguments), None, done=False)
+            wrong = await environment.call("empty", {"x": 1})
+            assert wrong.text == "empty: unknown x; its arguments are none"
+
+    run(pool, test)
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
