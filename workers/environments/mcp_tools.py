@@ -10,7 +10,7 @@ from typing import Any
 
 from specs.errors import RewardError
 from workers.environments.loaded import MCP, Tool
-from workers.environments.replies import Lost
+from workers.environments.replies import Lost, as_text
 
 
 async def server_tools(command: str, base: str, held: set[asyncio.Task[None]]) -> list[Tool]:
@@ -61,7 +61,7 @@ def _tool(command: str, client: Any, listed: Any) -> Tool:
             except MCPError:
                 raise Lost(f"{MCP}{command} ended: {error}") from None
             raise
-        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        text = "\n".join(map(_text_of, result.content)) or as_text(result.structured_content or "")
         if result.is_error:
             raise RuntimeError(text)
         return text
@@ -69,3 +69,8 @@ def _tool(command: str, client: Any, listed: Any) -> Tool:
     parameters = {"properties": {}, **listed.input_schema}
     function = {"name": listed.name, "description": listed.description or "", "parameters": parameters}
     return Tool({"type": "function", "function": function}, f"{MCP}{command}", call)
+
+
+def _text_of(part: Any) -> str:
+    """Return a part of a result that is text, or a resource of text; the kind of another."""
+    return str(getattr(getattr(part, "resource", part), "text", f"[{part.type}]"))

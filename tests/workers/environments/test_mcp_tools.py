@@ -58,7 +58,7 @@ FUNCTION = '''
 '''
 
 
-# A server that is written by hand: it prints what is no JSON-RPC, and has schemas and results that the package's has not.
+# A server that is written by hand, with schemas and results that one of the package has not.
 BY_HAND = '''
     import json, sys
 
@@ -71,6 +71,14 @@ BY_HAND = '''
         "pointed": {"type": "object", "$ref": "#/$defs/P", "$defs": {"P": POINT}},
         "empty": {"type": "object", "properties": None},
     }
+    RESULTS = {
+        "structured": {"content": [], "structuredContent": {"n": 5}},
+        "both": {"content": [{"type": "text", "text": "five"}], "structuredContent": {"n": 5}},
+        "resource": {"content": [{"type": "resource", "resource": {"uri": "file:///x", "text": "inside"}}]},
+        "binary": {"content": [{"type": "resource", "resource": {"uri": "file:///x", "blob": "AA=="}}]},
+        "nothing": {"content": []},
+    }
+    SCHEMAS |= {name: {"type": "object"} for name in RESULTS}
     for line in sys.stdin:
         asked = json.loads(line)
         match asked["method"]:
@@ -82,7 +90,7 @@ BY_HAND = '''
                 result = {"tools": [{"name": name, "inputSchema": schema} for name, schema in SCHEMAS.items()]}
             case "tools/call":
                 text = json.dumps(asked["params"].get("arguments"))
-                result = {"content": [{"type": "text", "text": text}]}
+                result = RESULTS.get(asked["params"]["name"], {"content": [{"type": "text", "text": text}]})
             case _:
                 result = None
         if "id" in asked:
@@ -145,6 +153,18 @@ def test_what_a_schema_lets_in_besides_its_properties(tmp_path: Path) -> None:
                 assert reply == EnvironmentReply(json.dumps(arguments), None, done=False)
             wrong = await environment.call("empty", {"x": 1})
             assert wrong.text == "empty: unknown x; its arguments are none"
+
+    run(pool, test)
+
+
+def test_what_the_model_reads_of_a_result(tmp_path: Path) -> None:
+    written(tmp_path, BY_HAND, "server.py")
+    pool = make_pool(tmp_path, tools=("mcp:python server.py",), memory_MiB=512)
+    texts = {"structured": '{"n": 5}', "both": "five", "resource": "inside", "binary": "[resource]", "nothing": ""}
+
+    async def test(_: Described) -> None:
+        async with opened(pool) as environment:
+            assert {name: (await environment.call(name, {})).text for name in texts} == texts
 
     run(pool, test)
 
