@@ -39,7 +39,8 @@ async def _hold(command: str, base: str, ready: asyncio.Future[Any]) -> None:
 
         program, *arguments = shlex.split(command)
         program = sys.executable if program in ("python", "python3") else program
-        server = StdioServerParameters(command=program, args=arguments, env=dict(os.environ), cwd=base)
+        how = {"command": program, "args": arguments, "env": dict(os.environ), "cwd": base}
+        server = StdioServerParameters(**how, encoding_error_handler="replace")
         async with Client(stdio_client(server, errlog=sys.stderr), cache=None) as client:
             ready.set_result(client)
             await asyncio.Event().wait()

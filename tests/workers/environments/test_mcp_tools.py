@@ -59,7 +59,7 @@ FUNCTION = '''
 
 
 # A server that is written by hand, with schemas and results that one of the package has not.
-BY_HAND = '''
+BY_HAND = """
     import json, sys
 
     def say(message):
@@ -79,6 +79,9 @@ BY_HAND = '''
         "nothing": {"content": []},
     }
     SCHEMAS |= {name: {"type": "object"} for name in RESULTS}
+    SCHEMAS["printing"] = {"type": "object"}
+    print("starting…")
+    sys.stdout.buffer.write(b"caf\\xe9\\n")
     for line in sys.stdin:
         asked = json.loads(line)
         match asked["method"]:
@@ -93,10 +96,12 @@ BY_HAND = '''
                 result = RESULTS.get(asked["params"]["name"], {"content": [{"type": "text", "text": text}]})
             case _:
                 result = None
+        if result and asked.get("params", {}).get("name") == "printing":
+            sys.stdout.buffer.write(b"{a line that is no JSON-RPC: \\xff\\n")
         if "id" in asked:
             unknown = {"code": -32601, "message": "unknown"}
             say({"id": asked["id"], **({"error": unknown} if result is None else {"result": result})})
-'''
+"""
 
 
 async def pids_of(*environments: Environment) -> set[int]:
@@ -161,6 +166,7 @@ def test_what_the_model_reads_of_a_result(tmp_path: Path) -> None:
     written(tmp_path, BY_HAND, "server.py")
     pool = make_pool(tmp_path, tools=("mcp:python server.py",), memory_MiB=512)
     texts = {"structured": '{"n": 5}', "both": "five", "resource": "inside", "binary": "[resource]", "nothing": ""}
+    texts["printing"] = "{}"
 
     async def test(_: Described) -> None:
         async with opened(pool) as environment:
