@@ -24,13 +24,16 @@ async def server_tools(command: str, base: str, held: set[asyncio.Task[None]]) -
             page = await client.list_tools(cursor=cursor)
             listed += page.tools
             if not (cursor := page.next_cursor):
-                return [_tool(command, client, each) for each in listed]
+                break
+        if listed:
+            return [_tool(command, client, each) for each in listed]
     except Exception as error:  # a server may fail in any way
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         why = " ".join(f"{type(error).__name__}: {error}".split())
         hint = "run the command by hand in the spec file's folder"
         raise RewardError(f"{MCP}{command} does not start, or lists no tools: {why}", hint=hint) from None
+    raise RewardError(f"{MCP}{command} has no tools", hint="leave it out, or give it what it needs to offer some")
 
 
 async def _hold(command: str, base: str, ready: asyncio.Future[Any]) -> None:
