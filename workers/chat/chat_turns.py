@@ -73,7 +73,7 @@ class ChatTurns:
         self._mark = secrets.token_hex(12)  # stands for contents while the template is rendered
         self._format = format_of(self._template) if tools else None
         functions = [tool["function"] for tool in tools]
-        self._schemas = {one["name"]: one.get("parameters", {}).get("properties", {}) for one in functions}
+        self._schemas = {one["name"]: one.get("parameters", {}).get("properties") or {} for one in functions}
         self._asked = renderer.render(_ASKED, tools=self._tools)
         # A prompt that has closed the model's thinking wants none.
         thinks = "</think>" in self._template and not self._asked.rstrip().endswith("</think>")

@@ -154,9 +154,11 @@ def _elements(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, 
     return _object(found), at
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+def _typed(text: str, schema: Any) -> Any:
     """Return a parameter's text as what its schema says it is; as text, where it cannot be that."""
-    types = {str(one.get("type", "")) for one in (schema, *schema.get("anyOf", ()))} - {""}
+    table = schema if isinstance(schema, dict) else {}  # true is a schema, too
+    inner = [one for key in ("anyOf", "oneOf", "allOf") for one in table.get(key) or ()]
+    types = {_type_of(one) for one in (table, *inner) if isinstance(one, dict)} - {""}
     if not types or "string" in types:
         return text
     if text in _PYTHON_WORDS:
@@ -166,6 +168,14 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     except _Malformed:
         return text
     return text if text[end:].strip() else value
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    """Return the type that a schema says, "object" for others than text; "" where it says none."""
+    kind = schema.get("type", "object" if "$ref" in schema else "")
+    if isinstance(kind, list):
+        return "string" if {*map(str, kind)} <= {"string", "null"} else "object"
+    return str(kind)
 
 
 FORMATS = (

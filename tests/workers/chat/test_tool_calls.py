@@ -18,6 +18,10 @@ SCHEMAS = {
         "exact": {"type": "boolean"},
         "among": {"type": "array"},
         "any": {},
+        "all": True,
+        "maybe": {"type": ["string", "null"]},
+        "point": {"$ref": "#/$defs/Point"},
+        "other": {"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/Point"}, True]},
     }
 }
 # With text that ends calls elsewhere, and what a lenient parser would take for JSON.
@@ -27,6 +31,10 @@ ARGUMENTS: dict[str, Any] = {
     "note": 'é "</tool_call>"\n{NaN: \\u00e9}',
     "exact": True,
     "among": [1, {"x": None}],
+    "all": "12",
+    "maybe": "12",
+    "point": {"x": 1},
+    "other": 12,
 }
 
 
