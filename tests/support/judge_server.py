@@ -36,10 +36,11 @@ class Asked:
 Behaviour = Callable[[BaseHTTPRequestHandler, Asked], None]
 
 
-def says(text: str, prompt_tokens: int = 10, completion_tokens: int = 2) -> Behaviour:
+def says(text: str, prompt_tokens: int = 10, completion_tokens: int = 2, finish: str = "stop") -> Behaviour:
     """A chat completion."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    body = {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    body = {"choices": [choice], "usage": usage}
     return status(200, json.dumps(body).encode())
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -186,7 +187,7 @@ class JudgeGrader:
                 known = self.cache.get(key) if self.cache else None
                 self.counts["cached"] += known is not None
                 reply = known or await self._ask(content)
-            score = read_score(self._table, reply.text)
+            score = read_score(self._table, reply)
         except JudgeError as error:
             return self._lost(error.cause, str(error))
         except Exception as error:  # a defect of ours must be a failed grade, not a lost sample
@@ -218,7 +219,7 @@ class JudgeGrader:
             self.counts["requests"] += 1
         self.counts["prompt_tokens"] += reply.prompt_tokens
         self.counts["completion_tokens"] += reply.completion_tokens
-        return Reply(self.client.without_key(reply.text), reply.prompt_tokens, reply.completion_tokens)
+        return replace(reply, text=self.client.without_key(reply.text))
 
     def _note(self, state: RetryCallState) -> None:
         """Name what a request waits for before its retry."""

@@ -12,11 +12,12 @@ from specs.errors import RewardError
 
 @dataclass(frozen=True)
 class Reply:
-    """Hold what a judge wrote, and how many tokens that took."""
+    """Hold what a judge wrote, and how many tokens that took. `cut_off`: at its limit of tokens."""
 
     text: str
     prompt_tokens: int
     completion_tokens: int
+    cut_off: bool = False
 
 
 def request_key(url: str, content: bytes) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from specs.schema.row_values import gold_answer
@@ -35,13 +36,14 @@ def read_reply(content: bytes) -> Reply:
     may bring a reply."""
     try:
         body = json.loads(content)
-        text = body["choices"][0]["message"]["content"]
+        choice = body["choices"][0]
+        text, cut_off = choice["message"]["content"], choice.get("finish_reason") == "length"
         usage = body.get("usage") or {}
-        tokens = [_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        read, written = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         said = content[:_SHOWN].decode("utf-8", "replace")
         raise JudgeError("judge_errors", f"the reply is not a chat completion: {said}", again=True) from None
-    return Reply(text if isinstance(text, str) else "", *tokens)
+    return Reply(text if isinstance(text, str) else "", read, written, cut_off)
 
 
 def _count(value: Any) -> int:
@@ -49,8 +51,19 @@ def _count(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 2**40 else 0
 
 
-def read_score(table: Mapping[str, Any], text: str) -> float:
-    """Return the score in the judge's text. Raises JudgeError where there is none within the bounds."""
+def read_score(table: Mapping[str, Any], reply: Reply) -> float:
+    """Return the score in the judge's text. Raises JudgeError where there is none within the bounds, and where it may
+    be half of one."""
+    score = longer = _score(table, reply.text)
+    if reply.cut_off:
+        with suppress(JudgeError):  # one more digit makes no score of it
+            longer = _score(table, f"{reply.text}0")
+    if score != longer:
+        raise _unreadable(f"{score:g} is cut off at the request's limit of tokens", reply.text)
+    return score
+
+
+def _score(table: Mapping[str, Any], text: str) -> float:
     if not text.strip():
         raise JudgeError("judge_replies", "the reply holds no text", again=False)
     found = _found(table, text)

@@ -127,6 +127,32 @@ def test_the_score_in_a_reply(
     assert counts["judge_completion_tokens"] == 2, "it is paid all the same"
 
 
+@pytest.mark.parametrize(
+    ("reply", "keys", "score"),
+    [
+        ("1", {}, None),
+        ("Score: 1", {"score_pattern": r"Score: (\d+)"}, None),
+        ("Score: 1", {"score_pattern": r"Score: (\d+)", "max_score": 9}, 1.0),
+        ("Score: 1\n", {"score_pattern": r"Score: (\d+)"}, 1.0),
+        ("Score: 1, for it is", {"score_pattern": r"Score: (\d+)"}, 1.0),
+        ("0", {}, 0.0),
+        ("7", {}, 7.0),
+        ('{"score": 1}', {"score_key": "score"}, 1.0),
+    ],
+)
+def test_half_of_a_score_is_none(
+    tmp_path: Path, server: JudgeServer, reply: str, keys: dict[str, Any], score: float | None
+) -> None:
+    """Of a reply that its limit of tokens has cut off: `1` may be the begin of 10."""
+    server.always = says(reply, finish="length")
+    (grade,), _ = graded(tmp_path, server.base_url, **keys)
+    assert grade.values == (() if score is None else (score,))
+    if score is None:
+        assert "no score in the judge's reply: 1 is cut off at the request's limit of tokens" in grade.text
+    server.always = says(reply)
+    assert graded(tmp_path, server.base_url, **keys)[0] == [Grade((1.0 if score is None else score,))]
+
+
 # ── a server that misbehaves ──────────────────────────────────────────────────────────────────────
 
 PASSING = {
