@@ -258,7 +258,7 @@ class Session:
         table |= table.pop("metrics", None) or {}
         return {
             "reward": reward,
-            "metrics": {name: n for name, one in table.items() if (n := as_number(one)) is not None},
+            "metrics": {str(name): n for name, one in table.items() if (n := as_number(one)) is not None},
         }
 
     def _end(self) -> bool:

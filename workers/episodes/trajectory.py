@@ -111,11 +111,11 @@ class Trajectory:
     def record(self) -> dict[str, Any]:
         """Return the episode as JSON, for rewards and people."""
         return {
+            **self.metrics,
             "messages": self.messages,
             "stop": self.stop,
             "reward": self.reward,
             "why": self.why,
-            **self.metrics,
             **self.notes,
         }
 

@@ -99,6 +99,11 @@ CODE = '''
         said = len(messages[-2]["content"])
         return {"reward": task.get("final"), "said": said, "metrics": {"more": 2}, "note": "no number"}
 
+    async def counts(task, client):
+        """Return metrics with names of our own, and one that is no text."""
+        await client.chat(task["messages"])
+        return {"reward": 1.0, "messages": 3, "stop": 0, (1, 2): 5}
+
     async def forgets(task, client):
         """Ask each time without what was said before."""
         for reply in task["replies"]:
@@ -133,7 +138,7 @@ CODE = '''
     async def sends(task, client):
         await client.chat(**task["request"])
 
-    AGENTS = {each.__name__: each for each in (appends, forgets, by_turns, at_once, copes, sends)}
+    AGENTS = {each.__name__: each for each in (appends, counts, forgets, by_turns, at_once, copes, sends)}
 
     async def agent(task, client):
         return await AGENTS[task["does"]](task, client)
@@ -449,6 +454,13 @@ def test_an_agent_that_appends(stage: Stage) -> None:
         {"said": 1.0, "more": 2.0},
         [(len(sample.tokens) - 1, 0.5)],
     )
+
+
+def test_metrics_of_an_agent_do_not_replace_its_conversation(stage: Stage) -> None:
+    found = stage.play("agent", ["a" + END], {"does": "counts"})
+    assert (found.stop, found.metrics) == ("completed", {"messages": 3.0, "stop": 0.0, "(1, 2)": 5.0})
+    record = found.record()
+    assert (record["messages"], record["stop"], record["(1, 2)"]) == (found.messages, "completed", 5.0)
 
 
 def test_an_agent_that_forgets_begins_samples(stage: Stage) -> None:
