@@ -113,6 +113,8 @@ class HarnessRun:
             self.cwd.mkdir()
             return
         source = Path(self.base, self._written(self.harness.cwd))
+        if not source.exists():
+            raise Lost(f"cwd = {source} does not exist")
         try:
             if source.is_dir():
                 shutil.copytree(source, self.cwd, symlinks=True)
