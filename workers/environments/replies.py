@@ -58,13 +58,15 @@ def first(value: Any) -> Any:
 
 def step_outcome(value: Any) -> tuple[Any, float | None, bool, bool]:
     """Return content, reward, done and truncated of what `step` gave: text, the tuples of gymnasium (five values, four
-    in old versions) or the dict of SkyRL-Gym. Raises Lost for other tuples and bad rewards."""
+    in old versions) or the dict of SkyRL-Gym. Raises Lost for others of them and bad rewards."""
     reward: Any = None
     done: Any = False
     truncated: Any = False
     table = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
     if "observations" in table:
         value, reward, done = table["observations"], table.get("reward"), table.get("done")
+    elif "reward" in table or "done" in table:
+        raise Lost(f"step returned {', '.join(map(str, table))}, not observations, reward, done")
     elif isinstance(value, tuple) and len(value) == 5:
         value, reward, done, truncated, _ = value
     elif isinstance(value, tuple) and len(value) == 4:

@@ -58,7 +58,8 @@ CODE = '''
     class Bad:
         def reset(self): pass
         def step(self, action):
-            return {"pair": ("a", 1), "nan": ("a", float("nan"), False, {})}.get(action) or 1 / 0
+            table = {"observation": "a", "reward": 1.0, "done": True}
+            return {"table": table, "pair": ("a", 1), "nan": ("a", float("nan"), False, {})}.get(action) or 1 / 0
         def get_reward(self): return "high"
 '''
 
@@ -119,6 +120,7 @@ def test_what_no_reply_can_be_made_of_loses_the_episode(tmp_path: Path) -> None:
 
     async def test(_: Described) -> None:
         for action, text in {
+            "table": "step returned observation, reward, done, not observations, reward, done",
             "pair": r"step returned 2 values, not \(observation, reward",
             "nan": r"step gave nan \(float\), not a finite number",
             "raise": "ZeroDivisionError: division by zero",
