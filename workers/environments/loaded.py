@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def _class(path: str, base: str) -> type:
     if not inspect.isclass(kind):
         raise RewardError(f"{path} is a {type(kind).__name__}, not a class", hint="name a class; a function is a tool")
     try:
-        inspect.signature(kind).bind()
+        with suppress(ValueError):  # a dict's own constructor has no signature
+            inspect.signature(kind).bind()
     except TypeError as error:
         hint = "give its parameters defaults: each episode makes an instance without arguments"
         raise RewardError(f"{path}: its constructor has a {error}", hint=hint) from None

@@ -23,7 +23,7 @@ from typing import Any
 from specs.errors import RewardError
 from workers.environments.environment_child import Pipe, Session, children
 from workers.environments.loaded import Loaded, load
-from workers.grading.child import die_with_parent, hide_streams
+from workers.grading.child import die_with_parent, hide_streams, one_line
 from workers.grading.reward_sources import keep_sources
 from workers.watchdog import die_with_parent as signal_with_parent
 
@@ -64,6 +64,9 @@ def _load(control: socket.socket, setup: dict[str, Any]) -> Loaded | None:
         if error.__cause__ is not None:  # the user's code raised
             traceback.print_exception(error.__cause__)
         _send(control, {"error": error.message[:ERROR_CHARACTERS], "hint": error.hint})
+    except Exception as error:  # whatever is wrong with the user's code, its parent hears of it
+        traceback.print_exc()
+        _send(control, {"error": one_line(error), "hint": "the traceback is in the log of environments"})
     else:
         return loaded
     return None

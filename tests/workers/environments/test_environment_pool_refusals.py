@@ -83,6 +83,17 @@ CODE = '''
         def buy(self, item: str):
             """Buy."""
 
+    class Table(dict):
+        def reset(self): pass
+        def look(self, item: str):
+            """Look."""
+
+    class Meta(type):
+        def __dir__(self): raise LookupError("nothing here")
+
+    class Odd(metaclass=Meta):
+        def reset(self): pass
+
     def buy(item: str):
         """Buy."""
 
@@ -138,6 +149,15 @@ def test_tools_and_agents_are_refused(tmp_path: Path, path: str, tools: tuple[st
 
 def test_helpers_of_a_text_environment_are_no_tools(tmp_path: Path) -> None:
     assert load(f"{written(tmp_path, CODE)}:Text", (), "", str(tmp_path)).mode == "text"
+
+
+def test_a_class_whose_constructor_has_no_signature(tmp_path: Path) -> None:
+    assert [*load(f"{written(tmp_path, CODE)}:Table", (), "", str(tmp_path)).tools] == ["look"]
+
+
+def test_what_nobody_foresaw_of_a_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="LookupError: nothing here"):
+        asyncio.run(make_pool(tmp_path, path=written(tmp_path, CODE) + ":Odd").start())
 
 
 def test_start_raises_what_loading_raised(tmp_path: Path) -> None:
