@@ -67,6 +67,11 @@ class Other(Talk):
         return "", 0.25, True, False, {}
 
 
+def last_message(messages):
+    """A reward for an episode that has a message: 0."""
+    return 0.0 * len(messages[-1]["content"])
+
+
 async def forgets(task, client):
     """Ask up to three times, each time without what was said before; the row says how often, and the reward."""
     for turn in range(1 + task["number"] % 3):

@@ -15,6 +15,7 @@ import numpy as np
 from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
+from specs.schema.environment import STOP_REASONS, UNSCORED
 from specs.schema.rewards import Judge
 from specs.schema.row_values import gold_answer
 from specs.wire import bodies
@@ -96,7 +97,11 @@ class Reward:
         requests, request_B = self._requests(batch, call.body.rows, Verb.SCORE, call.body.episodes)
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
-        grades = self._pool.grade(requests) if self._pool is not None else [Grade()] * len(requests)
+        grades = [_lost(request.episode) for request in requests]
+        if self._pool is not None:
+            left = [place for place, grade in enumerate(grades) if not grade.cause]
+            for place, grade in zip(left, self._pool.grade([requests[place] for place in left]), strict=True):
+                grades[place] = grade
         rows = {
             number: [grade.values[place] if grade.values else 0.0 for grade in grades]
             for place, number in enumerate(self._own)
@@ -273,6 +278,13 @@ class Reward:
             Verb.CLOSE: self.close,
         }
         return typed(verbs, {Verb.BUILD: RewardConfig})
+
+
+def _lost(episode: Mapping[str, Any] | None) -> Grade:
+    """Return why an episode has no score: its environment was lost, or took too long. An empty grade for others."""
+    if episode is None or STOP_REASONS.index(episode["stop"]) not in UNSCORED:
+        return Grade()
+    return Grade(cause="environment_lost", text=episode["why"] or "the episode took longer than episode_timeout_s")
 
 
 def _said(request: GradeRequest, grade: Grade) -> str:

@@ -71,13 +71,24 @@ def test_a_sampler_that_is_killed_changes_nothing(whole: Path, tmp_path: Path) -
     assert spoken(run) == spoken(whole)
 
 
+ITS_LAST_MESSAGE = '[{kind="environment"}, {kind="function", path="talk.py:last_message"}]'
+
+
 def test_only_what_is_lost_is_left_out(tmp_path: Path) -> None:
     """A process is killed in the middle of an episode, another one in its reset. All others score 3 · 1."""
     rows = [{"prompt": "ask", "number": number} for number in (1, 2, 1, 0)]  # the last is held out
     spec = write(tmp_path, rows, reward=1.0, **{"lost at the start": True, "lost in between": True})
     options = settings("eval.prompts=1", "data.max_rows=4", "data.prompts_per_step=3", "run.steps=2")
-    train(spec, tmp_path / "run", *options, *settings("eval.every=9"))
+    out = train(spec, tmp_path / "run", *options, *settings("eval.every=9", f"reward.terms={ITS_LAST_MESSAGE}"))
     first, second = trained(tmp_path / "run")
+    failures = [json.loads(line) for line in (tmp_path / "run/reward_failures.jsonl").read_text().splitlines()]
+    assert [(one["cause"], one["text"]) for one in failures] == [
+        ("environment_lost", "the process was killed by SIGKILL")
+    ] * 2
+    assert {one["row"].rpartition("/")[2] for one in failures} <= {f"rows.jsonl:{number}" for number in (1, 2, 3)}
+    said = "2 of 12 completions could not be graded (2 environment lost): the process was killed by SIGKILL (/"
+    assert said in " ".join(out.split())
+    assert first["reward/failed_exceptions"] == 0, "what was lost is not graded"
     assert (first["episode/lost"], first["reward/failed_environment_lost"]) == (2, 2)
     assert (first["reward/mean"], first["reward/std"], first["reward/silent_groups"]) == (3.0, 0.0, 1.0)
     assert first["episode/turns_mean"] == (10 * 3 + 2) / 12, "no group is left out"
