@@ -117,7 +117,7 @@ class AgentEpisode(Episode):
         """Answer `client.chat`, whose requests are those of OpenAI's chat. Raises Ended where a limit allows no more,
         or truncated the turn, and EnvironmentLost for what is no request."""
         try:
-            turn = self.ask(replace(OpenAIChat().read(request), wire="client.chat"))
+            turn = self.ask(replace(OpenAIChat().read(request), wire="client.chat"), retried=False)
             reply = await asyncio.shield(turn.reply)
         except RefusedRequest as refused:
             raise EnvironmentLost("crash", f"client.chat: {refused}") from None
@@ -129,10 +129,10 @@ class AgentEpisode(Episode):
 
     # ── its requests ──────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, request: ChatRequest) -> TreeTurn:
+    def ask(self, request: ChatRequest, *, retried: bool = True) -> TreeTurn:
         """Return the turn that answers a request. Await its `reply` behind a shield: others may wait for it too.
-        Whoever has handed it on to its end sets `delivered`."""
-        turn, new = self.tree.find(request)
+        Whoever has handed it on to its end sets `delivered`. `retried`: an equal request may be this one again."""
+        turn, new = self.tree.find(request, retried=retried)
         if new:
             task = asyncio.create_task(self._answer(turn))
             self._tasks.add(task)

@@ -54,11 +54,11 @@ class TurnTree:
         self._by_request: dict[bytes, list[TreeTurn]] = {}
         self._by_conversation: dict[bytes, list[TreeTurn]] = {}  # with the turn itself
 
-    def find(self, request: ChatRequest) -> tuple[TreeTurn, bool]:
+    def find(self, request: ChatRequest, *, retried: bool = True) -> tuple[TreeTurn, bool]:
         """Return the turn that answers a request, and whether it is new. A request that equals one whose reply has not
-        arrived is the same; one whose reply has arrived asks for another turn."""
+        arrived is the same, unless the client never retries; one whose reply has arrived asks for another turn."""
         found = digests(request)
-        for turn in self._by_request.get(found[-1], ()):
+        for turn in self._by_request.get(found[-1], ()) if retried else ():
             if not turn.delivered:
                 turn.asked += 1
                 return turn, False

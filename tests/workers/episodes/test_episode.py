@@ -125,6 +125,13 @@ CODE = '''
         await client.chat([*both[0], said[0], {"role": "user", "content": "and"}])
         time.sleep(task["sleep_s"])
 
+    async def votes(task, client):
+        """The same twice at once, and once more behind the first."""
+        first, second = await asyncio.gather(*(client.chat(task["messages"]) for _ in range(2)))
+        more = [*task["messages"], first, {"role": "user", "content": "and"}]
+        both = await asyncio.gather(*(client.chat(more) for _ in range(2)))
+        return float(len({each["content"] for each in (first, second, *both)}))
+
     async def copes(task, client):
         """Take what there is when a limit comes."""
         messages = list(task["messages"])
@@ -138,7 +145,7 @@ CODE = '''
     async def sends(task, client):
         await client.chat(**task["request"])
 
-    AGENTS = {each.__name__: each for each in (appends, counts, forgets, by_turns, at_once, copes, sends)}
+    AGENTS = {each.__name__: each for each in (appends, counts, forgets, by_turns, at_once, votes, copes, sends)}
 
     async def agent(task, client):
         return await AGENTS[task["does"]](task, client)
@@ -505,6 +512,14 @@ def test_requests_at_once_do_not_mix_and_do_not_stop_the_clock(stage: Stage) -> 
     assert (first, second) == (f"first{END}third{END}", f"second{END}")
     assert user("and") in stage.text(found.samples[0].tokens)
     assert found.environment_s >= 0.2
+
+
+def test_an_agent_that_samples_several_answers_gets_several(stage: Stage) -> None:
+    """`client.chat` has no connection to lose: an equal request is no retry."""
+    found = stage.play("agent", [f"{n}{END}" for n in range(4)], {"does": "votes"})
+    assert (found.stop, found.reward, found.turns) == ("completed", 4.0, 4)
+    assert [stage.written(sample) for sample in found.samples] == [f"0{END}2{END}", f"1{END}", f"3{END}"]
+    assert stage.text(found.samples[2].tokens) == f"{BEGIN}0{END}{user('and')}3{END}"
 
 
 def test_an_agent_may_ask_for_less(stage: Stage) -> None:
