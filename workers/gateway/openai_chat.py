@@ -31,7 +31,7 @@ class OpenAIChat(OpenAIWire):
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         if body.get("n") not in (None, 1):
-            raise RefusedRequest("n > 1 is not supported: ask once for each answer")
+            raise RefusedRequest("n > 1 is not supported: ask once for each answer, one after another")
         options = body.get("stream_options") or {}
         limit = body.get("max_completion_tokens")
         return ChatRequest(

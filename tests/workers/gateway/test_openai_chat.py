@@ -100,7 +100,7 @@ def test_limits_of_the_client() -> None:
 
 PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"messages": asked(), "n": 2}, "n > 1"),
+    ({"messages": asked(), "n": 2}, "n > 1 is not supported: ask once for each answer, one after another"),
     ({"messages": []}, "no message for the model"),
     ({"messages": asked({"role": "assistant", "content": "It"})}, "the last message is the assistant"),
     ({"messages": [{"role": "user", "content": [PICTURE]}]}, "reads text only"),
