@@ -65,6 +65,13 @@ def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if hasattr(function, "__name__") else type(function).__call__
 
 
+def _hint_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Return the hint of one parameter; what is returned may be known to type checkers alone. Raises NameError."""
+    only = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    names = getattr(inspect.unwrap(_with_hints(function)), "__globals__", {})
+    return get_type_hints(only, names)[parameter.name]
+
+
 def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parameter) -> dict[str, Any]:
     if parameter.kind is parameter.POSITIONAL_ONLY:
         hint = "leave out the / behind it: arguments are given by name"
@@ -74,7 +81,7 @@ def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parame
             f"tool {tool}: {parameter.name} has no type hint", hint=f"write {parameter.name}: str, or another type"
         )
     try:
-        return _schema_of_hint(get_type_hints(_with_hints(function))[parameter.name])
+        return _schema_of_hint(_hint_of(function, parameter))
     except (NameError, TypeError, ValueError) as error:
         hint = "use str, int, float, bool, list[…], dict[str, …], Literal[…], an Enum or X | None"
         raise RewardError(f"tool {tool}: the type hint of {parameter.name}: {error}", hint=hint) from None
@@ -82,7 +89,8 @@ def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parame
 
 def with_enums(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the members of enums in place of their values. Raises ValueError for a value of none."""
-    hints = get_type_hints(_with_hints(function)) if arguments else {}
+    parameters = inspect.signature(function).parameters
+    hints = {name: _hint_of(function, parameters[name]) for name in arguments if name in parameters}
     return {name: _with_members(hints.get(name), value) for name, value in arguments.items()}
 
 

@@ -155,6 +155,18 @@ def test_objects_that_are_called_and_partials_are_tools() -> None:
     assert schema_of(filled, "one")["function"] == {**description, "parameters": inner}
 
 
+def test_a_hint_that_cannot_be_found_is_its_own_parameters() -> None:
+    """What a function returns may be known to type checkers alone."""
+
+    def tool(x: int, y: Nowhere = 0) -> Elsewhere:  # type: ignore[name-defined]  # noqa: F821
+        """Do it."""
+
+    with pytest.raises(RewardError, match="tool tool: the type hint of y: name 'Nowhere' is not defined"):
+        schema_of(tool)
+    tool.__annotations__["y"] = str
+    assert [*schema_of(tool)["function"]["parameters"]["properties"]] == ["x", "y"]
+
+
 @pytest.mark.parametrize("hint", [tuple[int], set[str], bytes, Literal[b"x"], WithMethod, Callable, bytes | None])
 def test_a_type_that_json_does_not_know(hint: Any) -> None:
     def tool(x: Any) -> None:
