@@ -107,7 +107,10 @@ class AnyLoss(Table):
 
 _KL = "Estimate of KL(actor ‖ ref); 0 without a reference."
 _MAX_GAP = "The largest of them."
-_GAP = "|log-prob of the sampler - of the trainer before the update| of a sampled token."
+_GAP = (
+    "|log-prob of the sampler - of the trainer before the update| of a sampled token; of the first mini-batch alone "
+    "where the ratio is against the sampler."
+)
 
 
 class Loss(AnyLoss):
