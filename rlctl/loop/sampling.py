@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -387,7 +388,7 @@ class Scored:
             scored_B,
             add_up([*(part.failures for part in found), {"bad_values": len(np.unique(rollout_B[unusable]))}]),
             {f"term_{n}": _mean(column[chosen]) for n, column in term_B.items()},
-            [whole(sample) for part in found for sample in part.samples],
+            sorted((whole(sample) for part in found for sample in part.samples), key=itemgetter("id")),
             add_up([part.counts for part in found]),
             completions=len(np.unique(rollout_B)),
             first_failure=first_failure,

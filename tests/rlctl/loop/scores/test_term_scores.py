@@ -85,6 +85,12 @@ def test_weights_and_failures() -> None:
     assert found.samples == [{"id": 43, "prompt": "p", "reward": 6.0, "scored": True, "terms": [1.0, 8.0]}]
 
 
+def test_samples_as_text_do_not_depend_on_who_was_quicker() -> None:
+    came_in = [{"id": 42}, {"id": 40}, {"id": 43}]
+    found = scored(reward(1.0), values(0, [1, 0, 1, 1], [1] * 4, samples=came_in))
+    assert [sample["id"] for sample in found.samples] == [40, 42, 43]
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e18])
 def test_a_value_that_a_step_cannot_compute_with_is_a_bad_value(value: float) -> None:
     """Also with weight 0, and also where the sum is small: 1e38 is finite in float32, its square is not."""
