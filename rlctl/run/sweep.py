@@ -26,6 +26,7 @@ from rlctl.run.lineage import read_own
 from rlctl.run.resume import differences
 from rlctl.run.run_exports import checked, with_run_exports
 from rlctl.run.run_lock import RunLock
+from rlctl.show.journal import last_attempt, read_journal
 from rlctl.show.report_compare import read_runs, render_comparison
 from rlctl.show.report_page import write_page
 from rlctl.show.screen import Screen, progress_screen
@@ -197,8 +198,9 @@ def _as_left(trial: Trial, spec_path: Path) -> Trial:
     if refused:
         message = f"{trial.run_dir} holds a run of another spec: {'; '.join(refused)}"
         raise UsageError(message, hint="put the spec back, or name another folder with --dir")
-    done = (step_path(trial.run_dir / "checkpoints", trial.steps) / "manifest.json").is_file()
-    return replace(trial, state="done before" if done else "begun")
+    saved = (step_path(trial.run_dir / "checkpoints", trial.steps) / "manifest.json").is_file()
+    ended = last_attempt(read_journal(trial.run_dir)).get("outcome")  # its last evaluation may have been interrupted
+    return replace(trial, state="done before" if saved and ended == "done" else "begun")
 
 
 def _refused(trials: Sequence[Trial], spec_path: Path, starting: bool) -> Iterator[tuple[str, Problem]]:

@@ -14,6 +14,7 @@ from running import finish, metrics, preset, settings, start, steps_done, wait_f
 from rlctl.run.run_lock import owner_of
 from rlctl.run.sweep import expand, plan, split_values, sweep
 from rlctl.run.train import print_result
+from rlctl.show.journal import Journal
 from specs.errors import RunDirError, SpecError, UsageError
 from specs.load.load import load_spec
 
@@ -161,6 +162,9 @@ def test_the_same_call_goes_on_where_it_was(
     with pytest.raises(UsageError, match="seed_0 holds a run"):
         sweep(spec, keys, folder / "seed_0", jobs=2, dry_run=False)
     assert not (folder / "seed_0" / "sweep.json").exists()
+    Journal(folder / "seed_0", 2).note("end", outcome="interrupted")  # in its last evaluation, whose step is saved
+    trials, _ = plan(spec, keys[1:], {"run.seed": ("0", "1")}, folder, starting=False)
+    assert [trial.state for trial in trials] == ["begun", "done before"]
 
 
 def test_a_run_that_fails_says_why_and_the_others_are_run(
