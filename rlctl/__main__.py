@@ -1,7 +1,19 @@
-"""`python -m rlctl`."""
+"""`rlctl` and `python -m rlctl`."""
 
+import signal
 import sys
 
-from rlctl.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line. A Ctrl-C while it is imported ends the process without a traceback."""
+    if heard := signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, and stays so
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from rlctl.cli import main as command_line
+
+    if heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command_line()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,6 +35,15 @@ def rlctl(*arguments: str, cwd: Path) -> Done:
     with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def test_ctrl_c_while_it_is_imported_ends_without_a_traceback(tmp_path: Path) -> None:
+    interrupts = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    (tmp_path / "typer.py").write_text(interrupts)  # stands in front of the real one
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "rlctl", "runs"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def listing(folder: Path) -> dict[str, float]:
