@@ -40,6 +40,12 @@ class RunExport:
         return self.run / FOLDER / f"{self.role}_step_{self.step:06d}"
 
     @property
+    def way_out(self) -> str:
+        """Return the hint for a run that cannot be written to."""
+        command = f"rlctl export-checkpoint {self.run} OUT --step {self.step} --role {self.role}"
+        return f"`{command}` exports elsewhere: name OUT as the model then"
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """Return what the checkpoint says; empty where it is not there."""
         return read_or_empty(self.run / "checkpoints" / f"step_{self.step:06d}" / "manifest.json")

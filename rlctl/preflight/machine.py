@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.model_tensors import tensors_of_config
+from rlctl.models.run_export import RunExport
 from rlctl.show.tracking import missing_package
 from specs.errors import NotHere, Problem
 from specs.memory_parts import GIB
@@ -56,12 +57,21 @@ def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> Iterator[Problem]:
         weights_dir = Path(getattr(sampling.rollout.engine, "weights_dir", ""))
         if weights_dir.is_absolute():
             named["rollout.engine.weights_dir"] = weights_dir
+    hints = dict.fromkeys(named, "name another folder")
+    models = {
+        "model.path": spec.model.path,
+        **{f"{role}.model": getattr(own, "model", "") for role, own in spec.sections()},
+    }
+    for key, path in models.items():
+        exported = RunExport.of(os.path.abspath(spec_dir / Path(path).expanduser()))
+        if exported is not None and not exported.folder.is_dir():
+            named[key], hints[key] = exported.folder.parent, exported.way_out
     for key, folder in named.items():
         place = nearest_existing(folder)
         writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total
         if not writable:
             message = f"{place} {'cannot be written to' if place.is_dir() else 'is not a folder'}"
-            yield Problem(key, message, "name another folder")
+            yield Problem(key, message, hints[key])
 
 
 def nearest_existing(path: Path) -> Path:

@@ -120,9 +120,8 @@ def export_missing(spec: Spec, spec_dir: Path, screen: Screen | None = None) -> 
                 if not found.folder.is_dir():
                     export(found.run, found.folder, found.step, found.role, screen=screen)
         except OSError as error:
-            way_out = f"rlctl export-checkpoint {found.run} OUT --step {found.step} --role {found.role}"
             message = f"{found.folder.parent} cannot be written to: {error.strerror}"
-            raise UsageError(message, hint=f"`{way_out}` exports elsewhere: name OUT as the model then") from None
+            raise UsageError(message, hint=found.way_out) from None
 
 
 @contextmanager

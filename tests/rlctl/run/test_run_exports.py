@@ -14,7 +14,7 @@ from small_spec import raw_spec
 
 from rlctl.cli import main
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.run.run_exports import export_missing, with_run_exports
+from rlctl.run.run_exports import checked, export_missing, with_run_exports
 from specs.errors import UsageError
 from specs.schema.recipes import RlSpec
 
@@ -149,10 +149,15 @@ def test_a_run_that_cannot_be_a_model_is_refused(
 
 def test_a_run_that_may_not_be_written_has_a_way_out(tmp_path: Path) -> None:
     (a_run(tmp_path / "a", {4: True}, "actor") / "exports").touch()
-    spec, _ = with_run_exports(RlSpec.model_validate(raw_spec(model={"path": "a", "from_scratch": False})), tmp_path)
+    way_out = f"rlctl export-checkpoint {tmp_path}/a OUT --step 4 --role actor"
+    named = RlSpec.model_validate(raw_spec(model={"path": "a", "from_scratch": False}))
+    _, errors, _ = checked(named, tmp_path)
+    (found,) = [one for one in errors if one.key == "model.path" and way_out in one.hint]
+    assert found.message == f"{tmp_path}/a/exports is not a folder"
+    spec, _ = with_run_exports(named, tmp_path)
     with pytest.raises(UsageError, match="exports cannot be written to") as caught:
         export_missing(spec, tmp_path)
-    assert f"rlctl export-checkpoint {tmp_path}/a OUT --step 4 --role actor" in caught.value.hint
+    assert way_out in caught.value.hint
 
 
 def test_a_resume_or_fork_keeps_what_was_taken_unless_another_step_is_named(tmp_path: Path) -> None:
