@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 32  # of a call's arguments: templates and tools walk them recursively
-_NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
+_NAME = re.compile(r"[\w./:-]{1,128}")
 _ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates ask for it
 _BLANK = re.compile(r"\s*")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)

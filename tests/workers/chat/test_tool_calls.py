@@ -68,6 +68,12 @@ def test_a_call_is_read_as_it_was_written(form: CallFormat, arguments: dict[str,
     assert message == {"type": "function", "id": id_, "function": {"name": "add", "arguments": arguments}}
 
 
+@pytest.mark.parametrize("name", ["größe", "计算", "a.b/c:d-e_1"])
+def test_names_that_python_and_servers_have(name: str) -> None:
+    for text, form in ((hermes("{}", json.dumps(name)), HERMES), (elements({}).replace("=add", f"={name}"), ELEMENTS)):
+        assert form.parse(text).calls == (ToolCall(name, {}, "call00000"),)
+
+
 @pytest.mark.parametrize(
     ("form", "text"),
     [
