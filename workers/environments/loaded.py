@@ -61,7 +61,8 @@ def load(path: str, tools: Sequence[str], agent: str, base: str, command: Mappin
         return Loaded("agent", command["command"][0], harness=program)
     if agent:
         run = _named(agent, base)
-        if not inspect.iscoroutinefunction(run):
+        of_object = None if inspect.isclass(run) else getattr(run, "__call__", None)  # noqa: B004
+        if not any(map(inspect.iscoroutinefunction, (run, of_object))):
             raise RewardError(f"{agent} is not async", hint="write async def run(task, client), and await client.chat")
         return Loaded("agent", agent.rpartition(":")[2], agent=run)
     found: dict[str, Tool] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from environment_pools import make_pool, run, written
 
+from specs.errors import RewardError
 from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
 
 CODE = """
@@ -26,6 +27,12 @@ CODE = """
     async def raises(task, client):
         raise KeyError("task")
 
+    class Agent:
+        async def __call__(self, task, client):
+            return {}
+
+    agent = Agent()
+
     async def lies(task, client):
         return "1.0"
 """
@@ -37,6 +44,19 @@ def agent_pool(folder: Path, name: str) -> EnvironmentPool:
 
 async def answers(_: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"role": "assistant", "content": ""}
+
+
+def test_an_object_is_an_agent_too(tmp_path: Path) -> None:
+    pool = agent_pool(tmp_path, "agent")
+
+    async def test(_: Described) -> None:
+        environment = await pool.open()
+        assert await environment.run_agent({}, answers) == {"reward": None, "metrics": {}}
+        await environment.close()
+
+    run(pool, test)
+    with pytest.raises(RewardError, match="Agent is not async"):
+        run(agent_pool(tmp_path, "Agent"), test)
 
 
 @pytest.mark.parametrize(
