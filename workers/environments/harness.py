@@ -114,7 +114,7 @@ class HarnessRun:
             return
         source = Path(self.base, self._written(self.harness.cwd))
         if not source.exists():
-            raise Lost(f"cwd = {source} does not exist")
+            raise Lost(f"cwd = {source} cannot be copied: it does not exist")
         try:
             if source.is_dir():
                 shutil.copytree(source, self.cwd, symlinks=True)

@@ -239,5 +239,5 @@ def test_working_directories(tmp_path: Path) -> None:
     assert (source / "main.py").read_text() == "print(1)\n"
     with pytest.raises(Lost, match="cannot be copied"):
         printed("bad.tar.gz")
-    with pytest.raises(Lost, match=r"cwd = .*/repos/\{nobody\} does not exist"):
+    with pytest.raises(Lost, match=r"cwd = .*/repos/\{nobody\} cannot be copied: it does not exist"):
         printed("repos/{nobody}")
