@@ -74,7 +74,7 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
             stranger.models.list()
     finally:
         process.send_signal(signal.SIGHUP)  # its terminal is closed
-        rest, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=120)
     assert process.returncode == 0, log + rest
     rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
     assert [[message["role"] for message in row] for row in rows] == [
