@@ -11,6 +11,7 @@ from typing import Any
 from specs.errors import RewardError
 from workers.environments.loaded import MCP, Tool
 from workers.environments.replies import Lost, as_text
+from workers.grading.child import one_line
 
 
 async def server_tools(command: str, base: str, held: set[asyncio.Task[None]]) -> list[Tool]:
@@ -30,9 +31,8 @@ async def server_tools(command: str, base: str, held: set[asyncio.Task[None]]) -
     except Exception as error:  # a server may fail in any way
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        why = " ".join(f"{type(error).__name__}: {error}".split())
         hint = "run the command by hand in the spec file's folder"
-        raise RewardError(f"{MCP}{command} does not start, or lists no tools: {why}", hint=hint) from None
+        raise RewardError(f"{MCP}{command} does not start, or lists no tools: {one_line(error)}", hint=hint) from None
     raise RewardError(f"{MCP}{command} has no tools", hint="leave it out, or give it what it needs to offer some")
 
 
