@@ -45,9 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests, and skip tests marked `gpu` where there is no NVIDIA GPU."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)  # stable: a file stays together
+    """Begin with the slow files, the longest first, and skip tests marked `gpu` where there is no NVIDIA GPU."""
+    slow = {item.path: mark.kwargs.get("minutes", 0) for item in items if (mark := item.get_closest_marker("slow"))}
+    items.sort(key=lambda item: -slow.get(item.path, -1))  # stable: a file stays together
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(HANGS_S))

@@ -22,7 +22,7 @@ from vllm_process import PYTHON, needs_vllm
 from rlctl.processes.ray_cluster import RayCluster
 from specs.errors import SpecError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=10)
 
 SMALL = (
     *("--set", "run.steps=10", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
