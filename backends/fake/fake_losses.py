@@ -123,8 +123,9 @@ def fake_value_loss(
     error_N = value_N - return_N
     loss_N, clipped_N = 0.5 * error_N**2, np.zeros(len(value_N), dtype=np.bool_)
     if loss.value_clip is not None:
-        near_N = old_value_N + np.clip(value_N - old_value_N, -loss.value_clip, loss.value_clip)
-        clipped_N = (near_N - return_N) ** 2 > error_N**2
+        moved_N = value_N - old_value_N
+        near_N = old_value_N + np.clip(moved_N, -loss.value_clip, loss.value_clip)
+        clipped_N = ((near_N - return_N) ** 2 > error_N**2) & (np.abs(moved_N) > loss.value_clip)
         loss_N = np.where(clipped_N, 0.5 * (near_N - return_N) ** 2, loss_N)
     weighted_N = weight_N * loss_N
     tokens = ValueTokens(weighted_N, value_N, return_N, clipped_N)

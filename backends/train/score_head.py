@@ -108,9 +108,10 @@ def value_loss(value_N: Tensor, columns: ValueColumns, loss: ValueLoss) -> tuple
     plain_N = (value_N - columns.return_N).square()
     larger_N, clipped_N = plain_N, torch.zeros_like(plain_N, dtype=torch.bool)
     if loss.value_clip is not None:
-        moved_N = (value_N - columns.old_value_N).clamp(-loss.value_clip, loss.value_clip)
-        near_N = (columns.old_value_N + moved_N - columns.return_N).square()
-        clipped_N = near_N > plain_N
+        moved_N = value_N - columns.old_value_N
+        bounded_N = columns.old_value_N + moved_N.clamp(-loss.value_clip, loss.value_clip)
+        near_N = (bounded_N - columns.return_N).square()
+        clipped_N = (near_N > plain_N) & (moved_N.abs() > loss.value_clip)  # inside the band they differ by rounding
         larger_N = torch.where(clipped_N, near_N, plain_N)
     weighted_N = 0.5 * columns.weight_N * larger_N
     tokens = ValueTokens(
