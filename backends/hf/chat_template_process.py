@@ -59,7 +59,7 @@ def _with_library(setup: Mapping[str, Any]) -> Render:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
         rendered: Any = render_jinja_template(
             conversations=[given],
-            chat_template=setup["template"],
+            chat_template=setup[_name(tools)],
             add_generation_prompt=begins_answer,
             tools=tools,
             **setup["special_tokens"],
@@ -67,6 +67,10 @@ def _with_library(setup: Mapping[str, Any]) -> Render:
         return str(rendered[0][0])
 
     return render
+
+
+def _name(tools: list[Any] | None) -> str:
+    return "template" if tools is None else "tool_template"
 
 
 def _with_jinja(setup: Mapping[str, Any]) -> Render:
@@ -86,11 +90,12 @@ def _with_jinja(setup: Mapping[str, Any]) -> Render:
     environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     # transformers' tag around what the assistant says; it changes nothing here.
-    template = environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", setup["template"]))
+    plain = {name: re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", setup[name]) for name in (_name(None), _name([]))}
+    templates = {name: environment.from_string(text) for name, text in plain.items()}
 
     def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        return template.render(
+        return templates[_name(tools)].render(
             messages=given,
             tools=tools,
             documents=None,

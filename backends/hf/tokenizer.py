@@ -33,14 +33,14 @@ class TextCodec:
         found = self.tokenizer.unk_token_id
         return found if isinstance(found, int) else None
 
-    @property
-    def chat_template(self) -> str:
-        """The text of its chat template. Raises ModelError where there is none, or none of several is the default."""
+    def chat_template(self, *, tools: bool = False) -> str:
+        """Return the text of its chat template; with `tools` that of several which writes them. Raises ModelError where
+        there is none, or none of several is the default."""
         if not self.has_chat_template:
             message = f"the tokenizer of {self.model_path} has no chat template, which writes the turns"
             raise ModelError(message, hint="use an instruct model, or add a chat_template.jinja")
         try:
-            return str(self.tokenizer.get_chat_template())
+            return str(self.tokenizer.get_chat_template(tools=[] if tools else None))
         except ValueError as error:
             hint = 'name one of its chat templates default, or set data.chat = "never"'
             raise ModelError(f"the tokenizer of {self.model_path}: {error}", hint=hint) from error

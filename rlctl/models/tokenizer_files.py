@@ -106,14 +106,18 @@ class ChatTemplate:
 
     where: str = ""
     text: str = ""
+    with_tools: str = ""  # of several, what writes tools
     names: tuple[str, ...] = ()  # of several templates, none of which is the default
 
 
 def chat_template_of(folder: Path) -> ChatTemplate:
     """Return the template of a model folder; of several the default one."""
     if (file := folder / "chat_template.jinja").is_file():
-        return ChatTemplate(file.name, file.read_text(encoding="utf-8", errors="replace"))
+        other = folder / "additional_chat_templates" / "tool_use.jinja"
+        with_tools = other.read_text(encoding="utf-8", errors="replace") if other.is_file() else ""
+        return ChatTemplate(file.name, file.read_text(encoding="utf-8", errors="replace"), with_tools)
     for name in ("chat_template.json", "tokenizer_config.json"):
+        with_tools = ""
         try:
             found = read_object(folder / name).get("chat_template")
         except ValueError:  # not there, or broken, which `tokenizer_problems` reports
@@ -122,9 +126,9 @@ def chat_template_of(folder: Path) -> ChatTemplate:
             named: dict[Any, Any] = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
             if named and "default" not in named:
                 return ChatTemplate(name, names=tuple(map(str, named)))
-            found = named.get("default")
+            found, with_tools = named.get("default"), str(named.get("tool_use", ""))
         if found:
-            return ChatTemplate(name, str(found))
+            return ChatTemplate(name, str(found), with_tools)
     return ChatTemplate()
 
 

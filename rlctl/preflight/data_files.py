@@ -143,7 +143,8 @@ def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile
     if codec is None or not template.text:
         yield codec, None
         return
-    with ChatRenderer(template.text, codec.special_tokens, library=False) as chats:
+    tools = template.with_tools
+    with ChatRenderer(template.text, codec.special_tokens, library=False, tool_template=tools) as chats:
         yield codec, chats
 
 

@@ -31,6 +31,7 @@ Inputs = Mapping[str, Mapping[str, FileMark]]
 _TOKENIZER = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    "additional_chat_templates/tool_use.jinja",
 )
 
 

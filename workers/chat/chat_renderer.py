@@ -31,11 +31,15 @@ class ChatRenderer:
     """A chat template in its process, which starts with the first conversation. Use as a context manager.
 
     `library`: render as transformers does, for a run. Without it jinja2 alone is imported, for a quick check.
+    `tool_template`: the one for conversations with tools, where that is another.
     """
 
-    def __init__(self, template: str, special_tokens: Mapping[str, Any], *, library: bool) -> None:
+    def __init__(
+        self, template: str, special_tokens: Mapping[str, Any], *, library: bool, tool_template: str = ""
+    ) -> None:
         self._setup = {
             "template": template,
+            "tool_template": tool_template or template,
             "special_tokens": dict(special_tokens),
             "library": library,
             "seconds": RENDER_S,
@@ -115,4 +119,5 @@ class ChatRenderer:
 
 def renderer_of(codec: TextCodec) -> ChatRenderer:
     """Return the renderer of a tokenizer's own template. Raises ModelError where it has none to use."""
-    return ChatRenderer(codec.chat_template, codec.tokenizer.special_tokens_map, library=True)
+    names, with_tools = codec.tokenizer.special_tokens_map, codec.chat_template(tools=True)
+    return ChatRenderer(codec.chat_template(), names, library=True, tool_template=with_tools)

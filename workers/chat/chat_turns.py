@@ -68,7 +68,7 @@ class ChatTurns:
     def __init__(self, codec: TextCodec, renderer: ChatRenderer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """`tools`: their JSON schemas. Raises ModelError where the template cannot show them, calls or replies."""
         self._codec, self._renderer, self._tools = codec, renderer, list(tools) or None
-        self._template, self._special = codec.chat_template, codec.special_ids
+        self._template, self._special = codec.chat_template(tools=bool(tools)), codec.special_ids
         self._control = _control_tokens(codec, self._template)
         self._mark = secrets.token_hex(12)  # stands for contents while the template is rendered
         self._format = format_of(self._template) if tools else None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from backends.hf.tokenizer import load_codec
+from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.models.tokenizer_files import chat_template_of
 from specs.errors import ModelError
 from workers.chat import chat_renderer
-from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
+from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 
 ASKED = [{"role": "user", "content": "Q"}]
 TEMPLATE = (
@@ -68,3 +73,24 @@ def test_content_in_parts_is_never_written_as_python_writes_a_list() -> None:
         assert chats.render(ASKED) == "Q"
         with pytest.raises(ChatTemplateError, match=r"takes no content in parts, and would write \[\{'type': 'text'"):
             chats.render(parts)
+
+
+@pytest.mark.parametrize("in_one_file", [False, True])
+def test_of_several_templates_tools_take_the_one_that_writes_them(in_one_file: bool, tmp_path: Path) -> None:
+    tokenizer = load_codec(str(BUILTIN_FOLDER / "tiny-bytes")).tokenizer
+    texts = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}{{ messages[0].content }}"}
+    tokenizer.chat_template = texts
+    tokenizer.save_pretrained(tmp_path)
+    if in_one_file:  # as older versions of transformers wrote them
+        (tmp_path / "chat_template.jinja").unlink()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    codec, found = load_codec(str(tmp_path)), chat_template_of(tmp_path)
+    quick = ChatRenderer(found.text, {}, library=False, tool_template=found.with_tools)
+    tools: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
+    with renderer_of(codec) as chats, quick:
+        for given in (None, [], tools):
+            wanted = codec.tokenizer.apply_chat_template(ASKED, tools=given, tokenize=False)
+            assert chats.render(ASKED, tools=given) == quick.render(ASKED, tools=given) == wanted
