@@ -26,18 +26,27 @@ class TextTokens(Protocol):
 def joined(codec: TextTokens, prompts: Sequence[str], completions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each prompt and of its completion, which no token of both spans; the end of sequence follows
     the completion once."""
-    before, anchor = begun(codec, prompts), _anchor(codec)
-    skipped = len(codec.encode([anchor], rendered=True)[0]) if anchor else 0
-    after = [ids[skipped:] for ids in codec.encode([anchor + text for text in completions], rendered=True)]
+    before, after = begun(codec, prompts), codec.encode(completions, rendered=True)
+    if _puts_blanks(codec):
+        after = [_behind(codec, text) or alone for text, alone in zip(completions, after, strict=True)]
     return [(prompt, ended(codec, completion)) for prompt, completion in zip(before, after, strict=True)]
 
 
 @lru_cache(4)
-def _anchor(codec: TextTokens) -> str:
-    """Return what completions are tokenised behind: a line's end where the tokenizer puts a blank before every text,
-    which would then stand between prompt and completion (Llama 2); else nothing."""
+def _puts_blanks(codec: TextTokens) -> bool:
+    """Return whether the tokenizer puts a blank before every text, which would then stand between prompt and completion
+    (Llama 2)."""
     letter = codec.encode(["a"], rendered=True)[0]
-    return "\n" if " " in codec.decode([[*letter, *letter]])[0] else ""
+    return " " in codec.decode([[*letter, *letter]])[0]
+
+
+def _behind(codec: TextTokens, text: str) -> list[int]:
+    """Return the tokens of a text behind another, of which none spans both; nothing where all do."""
+    for other in ("\n", ":", "=", "a"):
+        first, both = codec.encode([other, other + text], rendered=True)
+        if first and both[: len(first)] == first:
+            return both[len(first) :]
+    return []
 
 
 def begun(codec: TextTokens, texts: Sequence[str]) -> list[list[int]]:

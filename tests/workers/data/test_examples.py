@@ -184,6 +184,16 @@ def test_begin_and_end_stand_once_and_nothing_between(prompt: str, tmp_path: Pat
     assert words({"text": prompt}, codec) == ["<s>", *(f"{token}*" for token in seen), "</s>*"]
 
 
+def test_nothing_of_a_completion_is_lost_where_a_line_end_is_a_blank(tmp_path: Path) -> None:
+    """The tokenizers of T5's kin write each blank and line end as one blank, which is part of the next word."""
+    from tokenizers import normalizers
+
+    codec = llama(tmp_path / "model", METASPACE, ["▁", "a", "b", ":", "▁b"], [])
+    codec.tokenizer.backend_tokenizer.normalizer = normalizers.Nmt()
+    assert words({"prompt": "a", "completion": "ba"}, codec)[-3:] == ["b*", "a*", "</s>*"]
+    assert words({"prompt": "a", "completion": "\nba"}, codec)[-3:] == ["▁b*", "a*", "</s>*"]
+
+
 def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets(tmp_path: Path) -> None:
     """Llama 3's do: the blank before an answer is asked for, one in it is learned, and a token over both is refused."""
     template = "{% for m in messages %}u {{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}u {% endif %}"
