@@ -25,9 +25,10 @@ Lax = Strict(False)  # a table of the spec checks itself
 
 
 class Body(BaseModel):
-    """A body: frozen, and without room for a mistyped key. JSON's own types, never converted."""
+    """A body: frozen, and without room for a mistyped key. JSON's own types, never converted, and NaN of rows."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
+    model_config |= {"ser_json_inf_nan": "constants"}
 
     @classmethod
     def of(cls, answer: Message) -> Self:
