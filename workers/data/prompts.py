@@ -186,7 +186,7 @@ class RowReader:
         if named and str(values[named]) not in self.environments:
             raise BadRow(f"column {named!r} is {values[named]!r:.60}, and must be {' or '.join(self.environments)}")
         for column in self.in_template:
-            if isinstance(values[column], dict | list):
+            if isinstance(values[column], dict | list | bytes):
                 raise BadRow(f"column {column!r} is {type(values[column]).__name__}, which no template can write")
 
 

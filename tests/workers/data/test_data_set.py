@@ -132,6 +132,9 @@ def test_parquet(tmp_path: Path, codec: TextCodec) -> None:
     assert table.prompts == columns["prompt"]
     assert table.rows[2999]["day"] == datetime.date(2026, 1, 1)
     assert len(table_of(tmp_path, codec, train="rows.parquet", max_rows=5)) == 5
+    parquet.write_table(arrow.table({"prompt": [b"p"]}), tmp_path / "bytes.parquet")
+    with pytest.raises(DataError, match="column 'prompt' is bytes, which no template can write"):
+        table_of(tmp_path, codec, train="bytes.parquet", template="{prompt}?")
     columns["prompt"][1500] = None
     parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet row 1501: column 'prompt' is null"):
