@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -145,7 +145,7 @@ def _parquet(path: Path) -> Iterator[DataRow]:
             for batch in file.iter_batches(PARQUET_BATCH_ROWS):
                 for values in batch.to_pylist():
                     number += 1
-                    yield DataRow(f"{path} row {number}", values)
+                    yield DataRow(f"{path} row {number}", _as_written(values))
     except UnicodeDecodeError as error:
         message = f"{path} holds text that is not UTF-8, in one of the {PARQUET_BATCH_ROWS} rows behind row {number}"
         raise DataError(message, hint="write the file again") from error
@@ -156,11 +156,28 @@ def _parquet(path: Path) -> Iterator[DataRow]:
         raise DataError(message, hint="leave that column out, or write it as text") from error
 
 
+def _as_written(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table with messages and tools as they were written: the table gives each the keys of all
+    others, with nulls, and a template would write these."""
+    return {name: _without_nulls(value) if _of_chat(value) else value for name, value in values.items()}
+
+
+def _of_chat(value: Any) -> bool:
+    marks = {"role", "function", "parameters"}
+    return isinstance(value, list) and all(isinstance(one, dict) and marks & one.keys() for one in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _hub(source: str, split: str) -> Iterator[DataRow]:
     number = 0
     try:
         for number, values in enumerate(_load_hub(source, split), start=1):
-            yield DataRow(f"{source} [{split}] row {number}", dict(values))
+            yield DataRow(f"{source} [{split}] row {number}", _as_written(values))
     except (ValueError, OverflowError, ImportError, OSError) as error:  # a date after 9999, an image without Pillow
         hint = "install what it asks for, or write the columns that are needed to a *.jsonl file"
         raise DataError(f"{source} [{split}]: a row behind row {number} cannot be read: {error}", hint=hint) from error

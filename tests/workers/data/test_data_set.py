@@ -19,6 +19,7 @@ from specs.templates import render_template, template_columns
 from specs.wire.role_config import DataConfig
 from workers.data.data_set import EVAL_IDS, RunData, open_data
 from workers.data.prompts import PromptTable
+from workers.data.row_source import read_rows
 
 BUILTIN = Path(specs.__file__).parent / "builtin"
 
@@ -160,6 +161,29 @@ def test_parquet_values_that_python_does_not_have(column: Any, words: str, tmp_p
     with pytest.raises(DataError, match=words) as caught:
         table_of(tmp_path, codec, train="rows.parquet")
     assert "leave that column out" in caught.value.hint
+
+
+def test_messages_and_tools_of_a_table_are_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table gives each call the arguments of all other calls, as null, and `y: null` would be learned."""
+    import datasets
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    rows = []
+    for name, arguments in (("f", {"x": 1}), ("g", {"y": [None, 2]}), ("h", {})):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"name": name, "parameters": {"properties": {key: {"type": "number"} for key in arguments}}}
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
+        rows.append({"messages": messages, "tools": [tool], "kept": [{"in": 1, "out": None}]})
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "rows").mkdir(parents=True)
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "some" / "rows" / "train.parquet")
+    for source in ("some/rows", "some/rows/train.parquet"):
+        base = tmp_path if source.endswith("parquet") else tmp_path / "of the spec"
+        assert [row.values for row in read_rows(source, split="train", base=base, max_rows=None)] == rows
 
 
 def test_parquet_with_two_columns_of_one_name(tmp_path: Path, codec: TextCodec) -> None:
