@@ -18,7 +18,7 @@ from rlctl.models.tokenizer_files import TOKENIZER_FILES
 from rlctl.preflight.reward_files import scorer_code
 from specs.errors import UsageError
 from specs.schema.environment import AgentCommand
-from specs.schema.recipes import sampling_of
+from specs.schema.recipes import RowsSpec, sampling_of
 from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
@@ -76,8 +76,10 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
 
 
 def _data(spec: Spec) -> list[tuple[str, str]]:
-    evaluated = [(f"{evaluation.key}.data", evaluation.data) for evaluation in spec.evaluations if evaluation.data]
-    return [*spec.data_section.named.items(), *evaluated]
+    named = {f"{one.key}.data": one.data for one in spec.evaluations}
+    if isinstance(spec, RowsSpec) and spec.eval is not None:
+        named["eval.data"] = spec.eval.data
+    return [*spec.data_section.named.items(), *((key, source) for key, source in named.items() if source)]
 
 
 def _files_of_program(agent: AgentCommand, spec_dir: Path) -> list[Path]:

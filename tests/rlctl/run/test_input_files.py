@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_spec import raw_spec
@@ -94,6 +95,12 @@ def test_what_belongs_to_a_run(folder: Path) -> None:
         marked = {key: sorted(marks) for key, marks in inputs_of(program, folder).items()}
         assert marked == {"environment.agent": ["code/apart.py", *inside]}, "the spec's folder has its runs in it"
     assert inputs_of(spec_from(raw_spec()), folder) == {}, "what comes with rlctl is rlctl's"
+    rows: dict[str, Any] = {"train": "rows.jsonl", "rows_per_step": 1, "max_tokens": 9}
+    for recipe in ("sft", "reward_model"):
+        raw = {"schema": 1, "run": {"name": "r", "steps": 1, "recipe": recipe}, "model": {"path": "model"}}
+        raw |= {"data": rows, "eval": {"every": 1, "data": "held.jsonl"}}
+        raw |= {"objective": {"kind": "nll" if recipe == "sft" else "bradley_terry"}}
+        assert sorted(inputs_of(spec_from(raw), folder)) == ["data.train", "eval.data", "model.path"]
 
 
 def test_edited_files_are_refused_and_nothing_changed(folder: Path) -> None:
