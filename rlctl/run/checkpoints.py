@@ -9,7 +9,7 @@
 The rollout and the data need no state of their own: their randomness is a function of the seed and the sample's
 id, so the cursor says it all.
 
-A reader pins what it reads, by a shared lock on the manifest, and a running run removes no pinned checkpoint.
+A reader pins what it reads, by a shared lock on the state, and a running run removes no pinned checkpoint.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ Marks = Mapping[str, FileMark]  # by path relative to the role's folder
 
 
 class Pin:
-    """Keep a checkpoint from being removed by the run that wrote it: a shared lock on its manifest."""
+    """Keep a checkpoint from being removed by the run that wrote it: a shared lock on the driver's state, which
+    no proof replaces."""
 
     def __init__(self, path: Path) -> None:
         self._file: int | None = None
-        with suppress(OSError):  # no manifest, or a file system without locks
-            self._file = os.open(path / MANIFEST, os.O_RDONLY)
+        with suppress(OSError):  # not there, or a file system without locks
+            self._file = os.open(path / STATE, os.O_RDONLY)
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def release(self) -> None:
@@ -232,7 +233,7 @@ def _check_file(folder: Path, name: str, expected: _Mark) -> None:
 
 def _is_pinned(path: Path) -> bool:
     try:
-        with open(path / MANIFEST, "rb+") as file:
+        with open(path / STATE, "rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
