@@ -90,10 +90,10 @@ class PromptsDrawn(Answer):
 
 
 class Score(Body):
-    """Grade completions of the prompts of `what`, which were made from `rows`; return `samples` of them as text."""
+    """Grade completions of the prompts of `what`, made from `rows`; return `samples`, by their ids, as text."""
 
     what: What
-    samples: int
+    samples: list[int]
     rows: dict[str, Row]
     episodes: dict[str, dict[str, Any]] = {}  # by sample: the conversation that it is part of, and how that ended
 

@@ -223,15 +223,15 @@ class Reward:
             "first_failure": next((_said(request, grade) for request, grade in failed), ""),
         }
 
-    def _examples(self, batch: Batch, requests: Sequence[GradeRequest], count: int) -> list[dict[str, Any]]:
-        """Return `count` samples spread over the batch, as readable text. `requests`: that of each sample."""
-        if not count:
+    def _examples(self, batch: Batch, requests: Sequence[GradeRequest], ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples with these ids as readable text. `requests`: that of each sample."""
+        if not ids:
             return []
         assert self._config is not None
         assert self._codec is not None
         answer = self._config.answer_column
-        chosen = np.unique(np.linspace(0, len(requests) - 1, min(count, len(requests))).astype(int)).tolist()
-        shown = batch.select(np.array(chosen, dtype=np.int64))
+        chosen = np.flatnonzero(np.isin(batch["id_B"], ids))
+        shown = batch.select(chosen)
         raw = completion_texts(shown, self._codec, special_tokens=True)
         prompts = prompt_texts(shown, self._codec)
         return [
@@ -244,7 +244,7 @@ class Reward:
                 "answer": gold_answer(requests[index].row[answer]) if answer in requests[index].row else None,
                 **self._turns(batch.select([index]), requests[index].episode),
             }
-            for index, prompt, text in zip(chosen, prompts, raw, strict=True)
+            for index, prompt, text in zip(chosen.tolist(), prompts, raw, strict=True)
         ]
 
     def _turns(self, sample: Batch, episode: Mapping[str, Any] | None) -> dict[str, Any]:

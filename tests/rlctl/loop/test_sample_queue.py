@@ -38,6 +38,7 @@ class Roles:
     def __init__(self) -> None:
         self.version = 0
         self.log: list[tuple[str, int]] = []
+        self.shown: list[int] = []
         self.rollout = LocalGroup("rollout", [{Verb.GENERATE: self.generate}])
         self.reward = LocalGroup("reward", [{Verb.SCORE: self.score}])
         self.data = LocalGroup("data", [{Verb.PROMPTS: self.prompts}])
@@ -69,6 +70,7 @@ class Roles:
     def score(self, call, emit):
         ids_B = call.tensors["id_B"]
         assert call.body["rows"] == {str(row): row_of(row) for row in call.tensors["row_B"]}, "its rows, and no others"
+        self.shown += call.body["samples"]
         graded_B = ids_B.astype(np.float32)
         scores = {"reward_B": graded_B, "term_0_B": graded_B, "scored_B": np.ones(len(ids_B), np.uint8)}
         return {"failures": {}, "samples": [{"id": int(ids_B[0])}]}, scores
@@ -93,6 +95,12 @@ def go(queue: SampleQueue, roles: Roles, first: int, last: int) -> list[list[int
             roles.log.append(("sync", step))
         queue.trained()
     return seen
+
+
+def test_samples_kept_as_text_are_spread_over_the_step_whatever_ends_first(tmp_path: Path) -> None:
+    queue, roles = queue_of(tmp_path, 0)
+    go(queue, roles, 1, 1)
+    assert sorted(roles.shown) == [0, 10, 20, 31]
 
 
 def planned_version(number: int, most: int) -> int:

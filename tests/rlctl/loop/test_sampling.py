@@ -63,8 +63,8 @@ def test_a_step_compares_with_what_a_greedy_call_writes(tmp_path: Path, size: in
 def test_replicas_and_a_resume_change_nothing(tmp_path: Path) -> None:
     file, options = preset("fake", tmp_path), (*REMAX, "rollout.max_staleness=1")
 
-    def trajectory(records) -> list[list[float]]:
-        return [[record.metrics[key] for key in KEYS] for record in records]
+    def trajectory(records) -> list[list[object]]:
+        return [[*(record.metrics[key] for key in KEYS), record.samples] for record in records]
 
     with local_run(file, tmp_path / "whole", *options) as run:
         whole = trajectory(run.steps(4))
@@ -73,3 +73,4 @@ def test_replicas_and_a_resume_change_nothing(tmp_path: Path) -> None:
     with local_run(file, tmp_path / "cut", *options, "rollout.processes=3", resume=True) as run:
         assert [*first, *trajectory(run.steps(4))] == whole
     assert whole[0][2] > 0
+    assert [len(samples) for *_, samples in whole] == [4] * 4

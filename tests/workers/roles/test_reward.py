@@ -88,11 +88,14 @@ class Role:
         self._call(self.data, Verb.BUILD, bodies["data"])
         return answer
 
-    def score(self, answers: Batch, **body: Any) -> Message:
+    def score(self, answers: Batch, samples: int = 0, **body: Any) -> Message:
+        """`samples`: how many, spread over the batch, come back as text."""
+        places = np.linspace(0, len(answers) - 1, min(samples, len(answers))).astype(int)
+        body = {"samples": answers["id_B"][places].tolist(), "rows": self.rows, **body}
         if "finished_B" not in answers:
             answers = answers.with_columns(finished_B=np.ones(len(answers), dtype=np.uint8))
         needed = answers.only(COLUMNS[Verb.SCORE].needs)
-        return self.call(Verb.SCORE, {"what": "train", "samples": 0, "rows": self.rows, **body}, dict(needed.columns))
+        return self.call(Verb.SCORE, {"what": "train", **body}, dict(needed.columns))
 
     def judge(self, answers: Batch) -> Future[Message]:
         """Their grades to come."""

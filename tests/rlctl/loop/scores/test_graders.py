@@ -20,7 +20,7 @@ from specs.wire.as_built import AsBuilt
 def part(graders: Graders, number: int) -> Grading:
     ones = np.ones(2, dtype=np.uint8)
     columns = {"tokens_T": ones, "loss_mask_T": ones, "rollout_B": ones, "row_B": ones, "finished_B": ones}
-    request = bodies.Score(what="train", samples=0, rows={})
+    request = bodies.Score(what="train", samples=[], rows={})
     return graders.grade(request, {**columns, "id_B": np.array([number, number])}, 1)
 
 
