@@ -74,19 +74,31 @@ class Checkpoint:
     pin: Pin = field(compare=False, repr=False)
 
 
-class _Mark(BaseModel):
+class SavedMark(BaseModel):
     model_config = ConfigDict(strict=True)
     bytes: NonNegativeInt
     xxh3: str
 
 
+class _SavedRole(BaseModel):
+    model_config = ConfigDict(strict=True)
+    model_path: str = ""  # earlier versions wrote fewer
+    python: str = ""
+    dtype: str = ""
+
+
 class _Manifest(BaseModel):
-    """Hold what every reader needs; each checks what it needs beyond that."""
+    """Hold what readers take as it is; each checks what it needs beyond that."""
 
     model_config = ConfigDict(strict=True)
     format: Literal[1] = FORMAT
     step: NonNegativeInt
-    files: dict[str, _Mark]
+    files: dict[str, SavedMark]
+    run: str = ""
+    roles: dict[str, _SavedRole] = {}
+    lineage: dict[str, list[str]] = {}
+    trust_remote_code: bool = False
+    versions: dict[str, str] = {}
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -216,10 +228,10 @@ def read(path: Path, folders: Sequence[str] = ()) -> Checkpoint:
         state = read_object(path / STATE)
     except ValueError as error:
         raise CheckpointError(f"{STATE} {error}") from None
-    return Checkpoint(path, manifest.step, state, content, pin)
+    return Checkpoint(path, manifest.step, state, {**manifest.model_dump(), **content}, pin)
 
 
-def _check_file(folder: Path, name: str, expected: _Mark) -> None:
+def _check_file(folder: Path, name: str, expected: SavedMark) -> None:
     file = folder / name
     try:
         size = file.stat().st_size

@@ -66,11 +66,11 @@ def export(
     console = screen or Screen(highlight=True)
     with console.status("checking the checkpoint"):
         checkpoint = find(run_dir, step)
-    there = sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
-    role = role or (ACTOR if ACTOR in there else there[-1])
+    there = sorted(checkpoint.manifest["roles"])
+    role = role or (ACTOR if ACTOR in there or not there else there[-1])
     folder = checkpoint.path / role
-    if not folder.is_dir():
-        raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(there))
+    if role not in there:
+        raise UsageError(f"the run has no {role}", hint="it has: " + (", ".join(there) or "none"))
     about = _about(checkpoint, role)
     dtype, why = (dtype, "") if dtype else own_dtype(about)
     _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)

@@ -12,10 +12,13 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
 from rlctl.models.tokenizer_files import TOKENIZER_FILES
 from rlctl.preflight.reward_files import scorer_code
+from rlctl.run.checkpoints import SavedMark
 from specs.errors import UsageError
 from specs.schema.environment import AgentCommand
 from specs.schema.recipes import RowsSpec, sampling_of
@@ -26,6 +29,13 @@ from workers.saved_files import FileMark, mark
 
 # Key of the spec → file (relative to the spec where it lies below it) → what is in it; of a hub data set its revision.
 Inputs = Mapping[str, Mapping[str, FileMark]]
+
+
+class _Revision(BaseModel):
+    revision: str
+
+
+Recorded = dict[str, dict[str, SavedMark | _Revision]]  # inputs as they come back from a file
 
 # What makes prompts of rows, and ends completions, besides the vocabulary.
 _TOKENIZER = (

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run import checkpoints
 from rlctl.run.resume import check_fits
@@ -22,12 +24,17 @@ FORKED_FROM = "forked_from.json"
 REF_LOGPROBS = "ref_logprobs.safetensors"  # of a reference that is computed once
 
 
-def read_own(file: Path, *keys: str) -> dict[str, Any]:
-    """Read what an attempt wrote, which has these keys. Raises RunDirError."""
+def read_own(file: Path, **kinds: Any) -> dict[str, Any]:
+    """Read what an attempt wrote, which has keys of these types. Raises RunDirError."""
     try:
         found = read_object(file)
-        if missing := [key for key in keys if key not in found]:
-            raise ValueError(f"has no {missing[0]}")
+        for key, kind in kinds.items():
+            if key not in found:
+                raise ValueError(f"has no {key}")
+            try:
+                TypeAdapter(kind).validate_python(found[key], strict=True)
+            except ValidationError:
+                raise ValueError(f"has another {key} than rlctl writes") from None
     except ValueError as error:
         raise RunDirError(f"{file} {error}", hint=f"put it back from a copy; {checkpoints.START_OVER}") from None
     return found
@@ -81,7 +88,7 @@ class Fork:
         """Return what a run was forked from, if it was."""
         if not (run_dir / FORKED_FROM).exists():
             return None
-        found = read_own(run_dir / FORKED_FROM, "run", "step")
+        found = read_own(run_dir / FORKED_FROM, run=str, step=int)
         return Fork(Path(found["run"]), found["step"])
 
     def checkpoint(self, spec: Spec, spec_dir: Path) -> checkpoints.Checkpoint:

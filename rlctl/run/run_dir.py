@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import START_OVER, step_path, steps_in
-from rlctl.run.input_files import Inputs, changes, inputs_of
+from rlctl.run.input_files import Inputs, Recorded, changes, inputs_of
 from rlctl.run.lineage import FORKED_FROM, REF_LOGPROBS, read_own
 from rlctl.run.resume import differences
 from rlctl.run.run_lock import LOCK, RunLock, owner_of
@@ -128,7 +128,7 @@ class RunDir:
 
     def _check_same_inputs(self, accept: bool) -> None:
         """Compare with the attempt before: what it was resumed with, or what the run was started with."""
-        self.accepted = changes(read_own(newest(self.path, "inputs"), "files")["files"], self.inputs)
+        self.accepted = changes(read_own(newest(self.path, "inputs"), files=Recorded)["files"], self.inputs)
         if self.accepted and not accept:
             raise RunDirError(
                 "files that this run reads are not what they were:" + _listed(self.accepted),

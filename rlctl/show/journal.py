@@ -14,6 +14,7 @@ from specs.errors import RunDirError
 from specs.terminal import json_text
 
 FILE = "journal.jsonl"
+TAKEN = {"event": str, "attempt": int, "spec_dir": str, "copy": str}  # what readers take as it is
 
 
 class Journal:
@@ -39,7 +40,8 @@ class Journal:
 def read_journal(run_dir: Path) -> list[dict[str, Any]]:
     """Return all lines that can be read."""
     try:
-        return [line for line in read_samples(run_dir / FILE) if isinstance(line.get("event"), str)]
+        lines = [{"event": None, **line} for line in read_samples(run_dir / FILE)]
+        return [line for line in lines if all(isinstance(line.get(key, kind()), kind) for key, kind in TAKEN.items())]
     except RunDirError:
         return []
 

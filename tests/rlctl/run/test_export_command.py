@@ -138,6 +138,8 @@ def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):
     for more, error, told in (
         ({"proven": False}, CheckpointError, "step 1 was saved without the proof"),
         ({"engine": "fake"}, UsageError, "engine is fake: there is no model to export"),
+        ({"roles": {}}, UsageError, "the run has no actor"),
+        ({"roles": {"actor": {"python": 3}}}, CheckpointError, "every checkpoint in .* is damaged"),
     ):
         manifest.write_text(json.dumps({**content, **more}))
         with pytest.raises(error, match=told):

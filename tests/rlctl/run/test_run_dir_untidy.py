@@ -51,6 +51,10 @@ def append(name: str, content: bytes) -> Mess:
     return change(name, lambda before: before + content)
 
 
+def retyped(name: str, **keys: Any) -> Mess:
+    return change(name, lambda content: json.dumps({**json.loads(content), **keys}).encode())
+
+
 def remove(*names: str) -> Mess:
     def do(run: Path) -> None:
         for path in (run / name for name in names):
@@ -70,6 +74,9 @@ HARMLESS: dict[str, tuple[Mess, int]] = {
     "metrics torn within a line": (cut("metrics.jsonl", 9), 4),
     "a damaged newest": (cut(WEIGHTS, 3), 2),
     "a manifest cut short": (cut(NEWEST, 40), 2),
+    "a manifest with a number for a role": (retyped(NEWEST, roles={"actor": 4}), 2),
+    "a journal with a number for a folder": (append("journal.jsonl", b'{"event": "start", "spec_dir": 4}\n'), 4),
+    "a journal with a list for an attempt": (append("journal.jsonl", b'{"event": "end", "attempt": []}\n'), 4),
 }
 
 # Messes that a resume refuses: name → (mess, what it says)
@@ -81,6 +88,14 @@ REFUSED: dict[str, tuple[Mess, str]] = {
     "no checkpoint left": (remove(*(f"checkpoints/{name}" for name in SAVED)), "checkpoints holds no checkpoint"),
     "resolved.json cut short": (cut("resolved.json", 20), "resolved.json is cut short"),
     "inputs.json of another make": (change("inputs.json", lambda content: b"{}"), "inputs.json has no files"),
+    "inputs.json with a number for a file": (
+        retyped("inputs.json", files={"data.train": 4}),
+        "inputs.json has another files than rlctl writes",
+    ),
+    "a table as the run in forked_from.json": (
+        lambda run: (run / "forked_from.json").write_text('{"run": {}, "step": 2}'),
+        "forked_from.json has another run than rlctl writes",
+    ),
     "forked_from.json cut short": (
         lambda run: (run / "forked_from.json").write_text('{"run": "'),
         "forked_from.json is cut short",
