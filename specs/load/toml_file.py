@@ -72,6 +72,8 @@ def dumped(tables: Mapping[str, Any]) -> str:
 
 def written(value: Any) -> str:
     """Return the value as TOML. Raises TypeError for what it cannot hold."""
+    if hasattr(value, "tolist"):  # numpy's and torch's numbers and arrays; a float64 is a float too
+        value = value.tolist()
     match value:
         case bool():
             return str(value).lower()

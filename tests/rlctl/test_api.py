@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from running import REPO, preset
 
@@ -33,6 +35,14 @@ def test_values_arrive_as_they_are(value: Any) -> None:
     (text,) = assignments({"eval__sets": value})
     key, _, written = text.partition("=")
     assert (key, parse_value(written)) == ("eval.sets", value)
+
+
+@pytest.mark.parametrize(
+    "value", [np.int64(3), np.float64(1e-6), np.float32(0.5), np.bool_(True), [np.int64(1), 2], np.array([1, 2])]
+)
+def test_numpys_numbers_are_numbers(value: Any) -> None:
+    (text,) = assignments({"eval__sets": value})
+    assert text == f"eval.sets={json.dumps(np.array(value).tolist())}"
 
 
 def test_what_toml_cannot_say_is_refused() -> None:
