@@ -44,7 +44,7 @@ class AgentEpisode(Episode):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tree = TurnTree(f"{self.task.group}_{self.task.rollout}")
-        self._ended: StopReason | None = None  # why the last request was refused
+        self._ended: StopReason | None = None  # the limit that the last request met
         self._refused = ""  # the last request that could not be answered, and why
         self._tasks: set[asyncio.Task[None]] = set()
         self._limit: asyncio.Timeout | None = None  # of the agent's own time; the sampler's is not counted
@@ -91,7 +91,7 @@ class AgentEpisode(Episode):
             raise EnvironmentLost("crash", f"{said}{why}{f': {last}' if last and not self._refused else ''}")
         if code < 0 and self._ended is None:
             raise EnvironmentLost("crash", f"{said}: it was killed")
-        if self.tree.turns and not self.tree.turns[-1].delivered:
+        if self.tree.turns and not self.tree.turns[-1].delivered and not self._told.is_set():
             raise EnvironmentLost("crash", f"{said}, and had not waited for the model's last reply")
 
     async def _stop_in_time(self, environment: Environment) -> None:
@@ -122,8 +122,8 @@ class AgentEpisode(Episode):
         except RefusedRequest as refused:
             raise EnvironmentLost("crash", f"client.chat: {refused}") from None
         turn.delivered = True
-        if reply.ended or self._ended == "max_tokens":
-            raise Ended(self._ended or "completed")
+        if turn.limit and (reply.ended or turn.limit == "max_tokens"):
+            raise Ended(turn.limit)
         assert turn.turn is not None
         return turn.turn.message
 
@@ -154,7 +154,7 @@ class AgentEpisode(Episode):
         try:
             reply = await self._reply(turn)
         except Ended as end:
-            self._ended = end.stop
+            self._ended = turn.limit = end.stop
             self._told.set()
             self.tree.forget(turn)
             text = f"The episode is over: {_OVER.get(end.stop, end.stop)}."
@@ -178,13 +178,14 @@ class AgentEpisode(Episode):
         chat = self.chats(request.tools)
         number = self._place(turn, chat)
         sample = self.trajectory.samples[number]
-        turn.start = len(sample.tokens)
+        turn.start, before = len(sample.tokens), self._ended
         self._begin_drawing()
         try:
-            read, cut_off = await self._turn(chat, number, request.max_tokens)
+            read, turn.limit = await self._turn(chat, number, request.max_tokens)
         finally:
             self._end_drawing()
-        self._ended = cut_off
+        if self._ended == before:  # else a limit was met beside it
+            self._ended = turn.limit
         turn.sample, turn.end = number, len(sample.tokens)
         if request.prompt is not None:
             read = AssistantTurn({"role": "assistant", "content": read.text}, read.text, (), "", read.stop)

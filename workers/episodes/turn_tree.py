@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specs.schema.environment import StopReason
 from workers.chat.chat_turns import AssistantTurn
 from workers.gateway.chat_request import ChatReply, ChatRequest, digests, extended
 
@@ -28,6 +29,7 @@ class TreeTurn:
     start: int = 0  # of what was sampled, in the sample
     end: int = 0
     turn: AssistantTurn | None = None
+    limit: StopReason | None = None  # of the episode, which truncated or refused it
     delivered: bool = False
     learned: bool = False
     asked: int = 1  # times

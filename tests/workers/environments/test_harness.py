@@ -26,7 +26,7 @@ from workers.episodes.trajectory import Task, Trajectory
 from workers.gateway.gateway_server import Gateway
 
 AGENT = """
-    import json, os, subprocess, sys, time, urllib.request
+    import json, os, subprocess, sys, threading, time, urllib.request
 
     def ask(*texts, timeout=None):
         body = {"messages": [{"role": "user", "content": text} for text in texts]}
@@ -58,6 +58,11 @@ AGENT = """
     elif how == "goes on":
         while True:
             ask(prompt, str(time.time()))
+    elif how == "asks twice at once":
+        threading.Thread(target=ask, args=(prompt,)).start()
+        time.sleep(0.5)
+        ask(prompt, "more")
+        time.sleep(600)
     elif how == "leaves":
         ask(prompt)
         for _ in range(3):
@@ -179,6 +184,16 @@ def test_a_program_that_does_not_stop_is_stopped(bench: Bench, monkeypatch: pyte
     found = bench.play("goes on", max_turns=3, reward="reward.py:score")
     assert (found.stop, found.turns, found.reward) == ("max_turns", 3, -9.0)
     assert len(bench.sampler.log) == 3
+
+
+@pytest.mark.parametrize("wait_s", [1.0, 3.0])
+def test_a_limit_is_met_while_another_turn_is_drawn(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    """That turn comes, or does not, before the program is killed: it was a limit that ended the episode."""
+    monkeypatch.setattr(agent_episode, "_GRACE_S", 1.5)
+    found = bench.play("asks twice at once", max_turns=1, wait_s=wait_s)
+    assert (found.stop, found.why, found.turns) == ("max_turns", "", 1)
 
 
 def test_one_that_is_stopped_before_it_has_started_is_stopped(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from agent_gateway import END, TASK, WEATHER, Sampler, Served, call, new_episode, serving, texts
 
 from workers.episodes.agent_episode import AgentEpisode
+from workers.episodes.episode import Ended
 from workers.gateway.chat_request import ChatReply, ChatRequest
 from workers.gateway.gateway_server import Gateway
 from workers.gateway.openai_chat import OpenAIChat
@@ -261,3 +262,24 @@ def test_limits_are_the_gateways(limit: dict[str, int], stop: str) -> None:
             assert sum(sum(sample.mask) for sample in served.samples) == drawn
 
     asyncio.run(test())
+
+
+def test_one_of_two_turns_that_are_drawn_together_is_truncated() -> None:
+    """Who asked for it hears of the limit, whichever comes first; who asked for the other has that."""
+
+    async def test(asked_first: str) -> None:
+        turns = {"long": f"{'long ' * 9}{END}", "short": f"b{END}"}
+        other = "short" if asked_first == "long" else "long"
+        async with serving([turns[asked_first], turns[other]], turn_tokens=10) as served:
+            gate = served.sampler.gate = asyncio.Event()
+            chat = served.episode._chat_client
+            asking = {how: asyncio.create_task(chat({"messages": [asked(how)]})) for how in (asked_first, other)}
+            await asyncio.sleep(0.05)
+            gate.set()
+            assert (await asking["short"])["content"] == "b"
+            with pytest.raises(Ended, match="max_tokens"):
+                await asking["long"]
+            assert served.episode._ended == "max_tokens"
+
+    for first in ("long", "short"):
+        asyncio.run(test(first))
