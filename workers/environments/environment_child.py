@@ -79,6 +79,10 @@ class Pipe:
         self._in += chunk
 
 
+class RefusedTurn(RuntimeError):
+    """The episode's limits allow no more."""
+
+
 class AgentClient:
     """The sampler, for an agent."""
 
@@ -95,7 +99,7 @@ class AgentClient:
         self._pipe.send({"chat": number, "messages": messages, "max_tokens": max_tokens})
         reply = await answer
         if "error" in reply:
-            raise RuntimeError(reply["error"])
+            raise RefusedTurn(reply["error"])
         return dict(reply["message"])
 
     def read(self) -> None:
@@ -131,7 +135,7 @@ class Session:
             try:
                 answer = self._answer(message)
             except BaseException as error:  # user code may raise anything
-                answer = {"failed": in_one_line(error)}
+                answer = {"failed": in_one_line(error), "refused": _came_of_refusal(error)}
             self._pipe.send(answer)
 
     def _describe(self) -> dict[str, Any]:
@@ -267,6 +271,13 @@ class Session:
         if self._loaded.mode == "text" and callable(getattr(instance, "close", None)):
             self._finish(instance.close())
         return children() == self._servers and asyncio.all_tasks(self._loop) <= self._own_tasks
+
+
+def _came_of_refusal(error: BaseException | None) -> bool:
+    """Return whether an agent ended since a turn was refused: not of its own fault after it had coped with that."""
+    if error is None or isinstance(error, RefusedTurn):
+        return error is not None
+    return any(map(_came_of_refusal, (error.__cause__, error.__context__, *getattr(error, "exceptions", ()))))
 
 
 def children() -> set[int]:

@@ -142,10 +142,21 @@ CODE = '''
         except RuntimeError as error:
             return {"reward": 0.5, "told": "max_turns" in str(error)}
 
+    async def stumbles(task, client):
+        """Cope with a limit, and fail of something else."""
+        try:
+            while True:
+                await client.chat(task["messages"])
+        except RuntimeError as error:
+            if task["handles"]:
+                raise ValueError("no more") from error
+        float("no number")
+
     async def sends(task, client):
         await client.chat(**task["request"])
 
-    AGENTS = {each.__name__: each for each in (appends, counts, forgets, by_turns, at_once, votes, copes, sends)}
+    ALL = (appends, counts, forgets, by_turns, at_once, votes, copes, stumbles, sends)
+    AGENTS = {each.__name__: each for each in ALL}
 
     async def agent(task, client):
         return await AGENTS[task["does"]](task, client)
@@ -535,6 +546,13 @@ def test_an_agent_may_ask_for_less(stage: Stage) -> None:
 def test_an_agent_that_copes_with_a_limit(stage: Stage) -> None:
     found = stage.play("agent", ["a" + END] * 3, {"does": "copes"}, max_turns=2)
     assert (found.stop, found.turns, found.reward, found.metrics) == ("max_turns", 2, 0.5, {"told": 1.0})
+
+
+def test_an_agent_that_copes_with_a_limit_and_then_fails_is_lost(stage: Stage) -> None:
+    """No reward of 0 for a fault of its own."""
+    found = stage.play("agent", ["a" + END], {"does": "stumbles", "handles": False}, max_turns=1)
+    assert (found.stop, found.why) == ("environment_lost", "ValueError: could not convert string to float: 'no number'")
+    assert stage.play("agent", ["a" + END], {"does": "stumbles", "handles": True}, max_turns=1).stop == "max_turns"
 
 
 @pytest.mark.parametrize(
