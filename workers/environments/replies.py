@@ -6,6 +6,7 @@ import json
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ def wrong_arguments(name: str, parameters: Mapping[str, Any], arguments: Any) ->
 
 
 def has_reward(value: Any) -> bool:
-    """Return whether a tool gave `(text, reward)`."""
-    if not isinstance(value, tuple) or len(value) != 2 or isinstance(value[1], bool):
+    """Return whether a tool gave `(text, reward)`: a number, or an array or a tensor that is one; no truth value."""
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
         return False
-    return isinstance(value[0], str) and isinstance(value[1], Real)
+    number = value[1].item() if getattr(value[1], "ndim", None) == 0 else value[1]
+    return isinstance(number, Real | Decimal) and not isinstance(number, bool)
 
 
 def as_reward(what: str, value: Any) -> float | None:

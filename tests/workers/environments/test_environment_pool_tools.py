@@ -44,7 +44,10 @@ TRL_CLASS = '''
             pass
 '''
 OTHER_CLASS = '''
+    import decimal
     import random
+
+    import numpy
 
     class Shop:
         limit = 3
@@ -77,7 +80,9 @@ OTHER_CLASS = '''
                 kind: What.
             """
             values = {"draw": self.draw, "dict": {"a": [1, None], "é": {2}}, "none": None, "pair": (1, 2),
-                      "keys": {(1, 2): 3}, "half": "\\ud800!", "nan": ("text", float("nan"))}
+                      "keys": {(1, 2): 3}, "half": "\\ud800!", "nan": ("text", float("nan")),
+                      "array": ("text", numpy.array(0.5)), "decimal": ("text", decimal.Decimal("0.5")),
+                      "true": ("text", numpy.array(True))}
             return values[kind]
 '''
 INCREMENT = {
@@ -128,8 +133,11 @@ def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
             "pair": "[1, 2]",
             "keys": "{(1, 2): 3}",
             "half": "?!",
+            "true": '["text", true]',
         }.items():
             assert await environment.call("show", {"kind": kind}) == EnvironmentReply(text, None, done=False)
+        for kind in ("array", "decimal"):
+            assert await environment.call("show", {"kind": kind}) == EnvironmentReply("text", 0.5, done=False)
         await environment.call("buy", {})
         assert (await environment.call("buy", {})).done
         await environment.close()
