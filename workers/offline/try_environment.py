@@ -33,6 +33,7 @@ from workers.watchdog import die_with_parent, set_process_name
 
 OUTPUT_LINES = 8
 _STEP = "?"  # what the model is made to say to an environment that replies to text
+_GRADING = "get_reward()"
 _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
 _TEMPLATE_HINT = "repair the chat template, or use a model whose template takes these messages"
 _ASKED = [{"role": "user", "content": "Hi"}]  # where no row is at hand
@@ -91,17 +92,21 @@ class EnvironmentTrial:
             environment = await pool.open()
             try:
                 messages = begun(self.row["messages"], await environment.reset(self.row["values"], self.config.seed))
-                self._doing = f"step({show(_STEP)})"
+                self._doing = call.name if call else f"step({show(_STEP)})"
                 answer = await (environment.call(call.name, call.arguments) if call else environment.step(_STEP))
                 said = answer.text if isinstance(answer.text, list) else [{**replies[0], "content": answer.text}]
                 texts = [str(one.get("content") or "") for one in said]
                 replies = said if all(texts) else replies
                 self.found |= {"reply": "\n".join(texts), "reply_error": answer.error}
+                self._doing = _GRADING
+                await environment.reward()
             except EnvironmentLost as lost:
-                if call is None or self._doing == "reset":
+                if call is not None and self._doing == call.name:  # who knows what the model's arguments do
+                    self.found |= {"reply": str(lost), "reply_error": True}
+                else:
                     self._lost(lost)
-                    return
-                self.found |= {"reply": str(lost), "reply_error": True}  # who knows what the model's arguments do
+                    if self._doing != _GRADING:
+                        return
             finally:
                 await environment.close(reuse=False)
         if self.config.model_path:  # else it is not at hand
@@ -122,6 +127,8 @@ class EnvironmentTrial:
             hint = "it may need what this machine does not have"
         elif self._doing == "reset":
             hint = f"it is given the row's columns by name: {', '.join(self.row['values'] if self.row else ())}"
+        elif self._doing == _GRADING:
+            hint, of_code = "return a number, however the episode went", not raised.isidentifier()
         message = f"{self._doing}, with {self.found['row']}, loses the episode: {lost}"
         self._problem(f"{self.key}.{self.source}", message, hint, refuses=of_code)
 
