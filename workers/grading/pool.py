@@ -206,11 +206,16 @@ class GraderPool:
                 log.write(b"(what rewards printed before was over the limit and is gone)\n")
 
 
+def too_large(label: str, value: float) -> Grade | None:
+    """Return why a value of a term is none; None where it is one."""
+    text = f"{label}{value:g}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
+    return Grade(cause="bad_values", text=text) if abs(value) > MAX_SCORE else None
+
+
 def _grade_of(message: Mapping[str, Any], labels: Sequence[str]) -> Grade:
     for label, value in zip(labels, message.get("t", ()), strict=False):
-        if abs(value) > MAX_SCORE:
-            text = f"{label}{value:g}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
-            return Grade(cause="bad_values", text=text)
+        if bad := too_large(label, value):
+            return bad
     if "t" in message:
         return Grade(tuple(float(value) for value in message["t"]))
     return Grade(cause=str(message["cause"]), text=f"{labels[int(message['term'])]}{message['text']}")

@@ -25,7 +25,7 @@ from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches, prompt_texts
 from workers.grading.judge import JUDGE_CAUSES, JudgedSamples, JudgePanel
-from workers.grading.pool import CAUSES, Grade, GraderPool
+from workers.grading.pool import CAUSES, Grade, GraderPool, too_large
 from workers.grading.reward_failures import FailureLog, last_line
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts
 from workers.grading.terms import GradeRequest, Setting
@@ -97,7 +97,9 @@ class Reward:
         requests, request_B = self._requests(batch, call.body.rows, Verb.SCORE, call.body.episodes)
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
-        grades = [_lost(request.episode) for request in requests]
+        terms = enumerate(self._config.reward.terms)
+        given = [f"reward.terms[{number}]: " for number, term in terms if term.graded_by == "environment"]
+        grades = [_lost(request.episode, given) for request in requests]
         if self._pool is not None:
             left = [place for place, grade in enumerate(grades) if not grade.cause]
             for place, grade in zip(left, self._pool.grade([requests[place] for place in left]), strict=True):
@@ -280,10 +282,13 @@ class Reward:
         return typed(verbs, {Verb.BUILD: RewardConfig})
 
 
-def _lost(episode: Mapping[str, Any] | None) -> Grade:
-    """Return why an episode has no score: its environment was lost, or took too long. An empty grade for others."""
-    if episode is None or STOP_REASONS.index(episode["stop"]) not in UNSCORED:
+def _lost(episode: Mapping[str, Any] | None, given: Sequence[str]) -> Grade:
+    """Return why an episode has no score: its environment was lost, took too long, or gave a number that is too large.
+    An empty grade for others. `given`: labels of terms that are what it gave."""
+    if episode is None:
         return Grade()
+    if STOP_REASONS.index(episode["stop"]) not in UNSCORED:
+        return next((bad for label in given if (bad := too_large(label, episode["reward"]))), Grade())
     return Grade(cause="environment_lost", text=episode["why"] or "the episode took longer than episode_timeout_s")
 
 

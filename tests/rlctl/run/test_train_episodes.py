@@ -97,6 +97,22 @@ def test_only_what_is_lost_is_left_out(tmp_path: Path) -> None:
     assert (second["episode/lost"], second["episode/turns_mean"]) == (0, 3)
 
 
+def test_what_is_too_large_is_written_down(tmp_path: Path) -> None:
+    """Three turns of 4e17 are more than a score may be; where no term is what environments give, nothing is lost."""
+    options = settings("run.steps=1", "eval.every=9", "reward.max_failed_share=1")
+    for terms, lost in ((ITS_LAST_MESSAGE, 16), ('[{kind="function", path="talk.py:last_message"}]', 0)):
+        run = tmp_path / f"run{lost}"
+        train(write(tmp_path, reward=4e17), run, *options, *settings(f"reward.terms={terms}"))
+        assert trained(run)[0]["reward/failed_bad_values"] == lost
+        file = run / "reward_failures.jsonl"
+        failures = [json.loads(line) for line in file.read_text().splitlines()] if lost else []
+        learned = [one for one in failures if one["what"] == "train"]
+        assert [(one["cause"], one["text"].partition(":")[0]) for one in learned] == [
+            ("bad_values", "reward.terms[0]")
+        ] * lost
+        assert file.exists() == bool(lost)
+
+
 def test_truncated_episodes_need_not_be_learned_from(tmp_path: Path) -> None:
     one_turn = settings("environment.max_turns=1", "run.steps=1", "eval.every=9")
     out = train(write(tmp_path), tmp_path / "run", *one_turn, *settings("environment.learn_truncated=false"))
