@@ -164,10 +164,13 @@ def of_loss(loss: AnyLoss, sums: Sequence[Mapping[str, float]]) -> dict[str, flo
 
 
 def _repeated(batch: Batch) -> float:
-    """Return the share of completions that are not the first of their kind in their group."""
-    written_T = np.where(batch["loss_mask_T"] > 0, batch["tokens_T"], -1)
-    written = [piece.tobytes() for piece in np.split(written_T, batch.offsets[1:-1])]
-    return 1.0 - len(set(zip(batch["group_B"].tolist(), written, strict=True))) / len(batch)
+    """Return the share of rollouts in which nothing else was written than in an earlier one of their group."""
+    ends_B = np.cumsum(batch.sum_by_sequence("loss_mask_T"))
+    pieces = np.split(batch["tokens_T"][batch["loss_mask_T"] > 0], ends_B[:-1])
+    written: dict[tuple[int, int], bytes] = {}  # by group and rollout
+    for group, rollout, piece in zip(batch["group_B"].tolist(), batch["rollout_B"].tolist(), pieces, strict=True):
+        written[group, rollout] = written.get((group, rollout), b"") + piece.tobytes()
+    return 1.0 - len({(group, text) for (group, _), text in written.items()}) / len(written)
 
 
 def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> float:

@@ -49,9 +49,13 @@ def test_metrics_of_a_step_count_rollouts_and_loss_tokens():
     assert metrics["rollout/tokens"] == 10
     assert metrics["rollout/repeated"] == 0
     equal = {name: np.tile(column, 2) for name, column in columns.items()}
+    equal["rollout_B"] = np.array([5, 3, 3, 8, 15, 13, 13, 18])
     twice = replace(scored, reward_B=np.tile(scored.reward_B, 2), scored_B=np.ones(8, bool))
     doubled = collect(1, Batch(equal), twice, {"actor": loss}, {"actor": [[report]]}, None, {"time/step_s": 2.0})
     assert doubled["rollout/repeated"] == 0.5
+    equal["loss_mask_T"][[-1, -2, -4]] = 0  # samples of which nothing is learned from, such as titles
+    titled = collect(1, Batch(equal), twice, {"actor": loss}, {"actor": [[report]]}, None, {"time/step_s": 2.0})
+    assert titled["rollout/repeated"] == pytest.approx(1 / 6), "one of a group is as another"
     assert metrics["rollout/finished"] == pytest.approx(2 / 3)
     assert metrics["reward/mean"] == pytest.approx((1 + 4 + 1) / 3)
     assert metrics["reward/std"] == pytest.approx(np.std([1, 4, 1]))
