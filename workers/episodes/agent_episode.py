@@ -91,7 +91,8 @@ class AgentEpisode(Episode):
             raise EnvironmentLost("crash", f"{said}{why}{f': {last}' if last and not self._refused else ''}")
         if code < 0 and self._ended is None:
             raise EnvironmentLost("crash", f"{said}: it was killed")
-        if self.tree.turns and not self.tree.turns[-1].delivered and not self._told.is_set():
+        main = self.tree.main_turns(prompt_of(self.task.messages))
+        if main and not main[-1].delivered and not self._told.is_set():
             raise EnvironmentLost("crash", f"{said}, and had not waited for the model's last reply")
 
     async def _stop_in_time(self, environment: Environment) -> None:
@@ -252,8 +253,7 @@ class AgentEpisode(Episode):
     def settle(self) -> None:
         """Take off the mask what is not the agent's work at its task, and what nobody has read; keep the conversation
         that the task ended with."""
-        roots = self.tree.main_roots(prompt_of(self.task.messages))
-        main = [turn for turn in self.tree.turns if turn.root in roots]
+        main = self.tree.main_turns(prompt_of(self.task.messages))
         for turn in self.tree.turns:
             turn.learned = turn.delivered and (self.section.learn_from == "all" or turn in main)
             if turn.turn is not None and not turn.learned:

@@ -92,6 +92,11 @@ class TurnTree:
 
     # ── what is learned from ──────────────────────────────────────────────────────────────────────
 
+    def main_turns(self, task: str) -> list[TreeTurn]:
+        """Return the turns of conversations about the task."""
+        roots = self.main_roots(task)
+        return [turn for turn in self.turns if turn.root in roots]
+
     def main_roots(self, task: str) -> list[TreeTurn]:
         """Return the roots that are about the task: a user's message holds its text, and no root has more tools. Where
         a client has rewritten the task, those with the most tools."""

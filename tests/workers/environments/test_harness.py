@@ -55,6 +55,12 @@ AGENT = """
             ask(prompt, timeout=0.5)  # after it was sent
         except TimeoutError:
             pass
+    elif how == "wants a title":
+        ask(prompt)
+        try:
+            ask("A title, please", timeout=0.5)
+        except TimeoutError:
+            pass
     elif how == "goes on":
         while True:
             ask(prompt, str(time.time()))
@@ -170,6 +176,12 @@ def test_a_program_that_fails_has_no_reward(bench: Bench, how: str) -> None:
     assert re.search(FAILED[how], found.why), found.why
     assert found.reward == 0.0
     assert not bench.left
+
+
+def test_a_title_that_nobody_waited_for_is_no_loss(bench: Bench) -> None:
+    found = bench.play("wants a title", wait_s=1.0)
+    assert (found.stop, found.why, found.turns) == ("completed", "", 2)
+    assert [any(sample.mask) for sample in found.samples] == [True, False]
 
 
 def test_an_exit_code_is_for_the_reward(bench: Bench) -> None:
