@@ -254,8 +254,9 @@ class AgentEpisode(Episode):
         """Take off the mask what is not the agent's work at its task, and what nobody has read; keep the conversation
         that the task ended with."""
         main = self.tree.main_turns(prompt_of(self.task.messages))
+        continued = {turn.parent for turn in self.tree.turns}  # read, whatever became of the connection afterwards
         for turn in self.tree.turns:
-            turn.learned = turn.delivered and (self.section.learn_from == "all" or turn in main)
+            turn.learned = (turn.delivered or turn in continued) and (self.section.learn_from == "all" or turn in main)
             if turn.turn is not None and not turn.learned:
                 self.trajectory.samples[turn.sample].mask[turn.start : turn.end] = [0] * (turn.end - turn.start)
         self.trajectory.notes["requests"] = [

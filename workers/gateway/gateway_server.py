@@ -171,7 +171,8 @@ class Gateway:
                 raise
             events = wire.error_event(str(error))
         await response.prepare(request)
-        await response.write(begun + events)
+        # At once: clients close the connection at the last event, and what they had not read would count as lost.
+        await response.write_eof(begun + events)
         return response
 
 

@@ -9,8 +9,10 @@ import struct
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 from agent_gateway import END, TASK, Served, serving
+from aiohttp import web
 
 from workers.gateway import gateway_server as server
 
@@ -31,8 +33,10 @@ def content(reply: tuple[int, str]) -> str:
     return str(json.loads(text)["choices"][0]["message"]["content"])
 
 
-async def cut(served: Served, body: Any, *, after: int = 0, gate: asyncio.Event | None = None) -> None:
-    """Ask, read so many bytes of the reply and reset the connection."""
+async def cut(
+    served: Served, body: Any, *, after: int = 0, gate: asyncio.Event | None = None, until: bytes = b""
+) -> None:
+    """Ask, read so many bytes of the reply, or up to some, and reset the connection."""
     raw = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {served.key}\r\n"
     head += f"Content-Length: {len(raw)}\r\n\r\n"
@@ -43,6 +47,9 @@ async def cut(served: Served, body: Any, *, after: int = 0, gate: asyncio.Event 
         await asyncio.sleep(0.01)
     if after:
         await reader.readexactly(after)
+    read = b""
+    while until not in read:
+        read += await reader.read(1)
     writer.transport.abort()
     await asyncio.sleep(0.05)
     if gate is not None:
@@ -82,6 +89,42 @@ def test_a_turn_that_nobody_has_read_is_not_learned_from() -> None:
             served.samples[0].mask[-801:] = [1] * 801
             served.episode.settle()
             assert served.written(served.samples[0]) == f"{'one ' * 200}{END}"
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_is_closed_at_its_last_event_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenAI's SDK does so, whether or not the server has said meanwhile that the body ends there."""
+
+    async def slow_write(self: web.StreamResponse, data: bytes) -> None:
+        await write(self, data)
+        await asyncio.sleep(0.2)
+
+    write = web.StreamResponse.write
+    monkeypatch.setattr(web.StreamResponse, "write", slow_write)
+
+    async def test() -> None:
+        async with serving([f"one{END}"]) as served:
+            stream = await served.client(openai.AsyncOpenAI).chat.completions.create(**ASKED, stream=True)
+            assert "".join([part.choices[0].delta.content or "" async for part in stream]) == "one"
+            await asyncio.sleep(0.1)
+            served.episode.settle()
+            assert served.written(served.samples[0]) == f"one{END}"
+
+    asyncio.run(test())
+
+
+def test_a_turn_that_was_continued_has_been_read() -> None:
+    """The connection may have been reset after the last byte."""
+
+    async def test() -> None:
+        async with serving([f"one{END}", f"two{END}"]) as served:
+            await cut(served, {**ASKED, "stream": True}, until=b"[DONE]\n\n")
+            assert not served.episode.tree.turns[0].delivered
+            more = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
+            await post(served, {"messages": [*ASKED["messages"], *more]})
+            served.episode.settle()
+            assert served.written(served.samples[0]) == f"one{END}two{END}"
 
     asyncio.run(test())
 
