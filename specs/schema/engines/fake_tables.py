@@ -51,6 +51,12 @@ class FakeTrainTable(FakeTable, TrainTable):
     checkpoint_bytes: ClassVar[int | None] = 0  # next to nothing
     resumes_reshaped: ClassVar[bool | None] = True
 
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        yield from super().problems(context)
+        if context.section.processes > 1:
+            message = "the fake engine learns in one process"
+            yield Problem(f"{context.role}.processes", message, "remove the key", show(context.section.processes))
+
     def memory(self, held: HeldTrainer) -> Iterable[Part]:
         return ()
 
