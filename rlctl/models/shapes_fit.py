@@ -15,7 +15,7 @@ from specs.model_facts import ModelFacts, model_facts, shares_out, sharing_degre
 from specs.schema.rank_groups import devices_of_a_process
 from specs.schema.recipes import SamplingSpec
 from specs.schema.role_section import Lora
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.roles import RoleName
 from specs.text import listed
 
 
@@ -48,19 +48,15 @@ def _heads(facts: ModelFacts) -> str:
 
 
 def adapter_problems(role: RoleName, lora: Lora, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield names in `lora.targets` that are no linear layer of the role's model, or are tied to the embedding; where
-    the model's layers are known."""
+    """Yield names in `lora.targets` that are no linear layer of the role's model below its head; where the model's
+    layers are known."""
     known, facts = tensors_of_config(config), model_facts(config)
     if known is None or facts is None:
         return
     key, layers = f"{role}.lora.targets", [parameter.name.removesuffix(".weight") for parameter in known.adaptable]
     names = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-    has_logits = ROLES[role].head == "lm"
     for name in lora.targets:
-        if name == "lm_head" and has_logits:
-            if facts.tied_embeddings:
-                message = "lm_head is tied to the embedding, which would get the adapter too"
-                yield Problem(key, message, "leave lm_head out")
-        elif name != "all-linear" and not any(f".{layer}".endswith(f".{name}") for layer in layers):
-            hint = f"it has {names}" + ("; experts get no adapters" if facts.experts else "")
-            yield Problem(key, f"the model has no linear layer {name!r}", hint)
+        if name != "all-linear" and not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            is_head = name == "lm_head"
+            message = "the head gets no adapter, tied or not" if is_head else f"the model has no linear layer {name!r}"
+            yield Problem(key, message, f"it has {names}" + ("; experts get no adapters" if facts.experts else ""))
