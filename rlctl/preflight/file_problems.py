@@ -130,6 +130,10 @@ def _shapes(role: RoleName, section: RoleSection, config: Mapping[str, Any]) -> 
             message = f"{engine.kind} builds models of its own, and this folder's language model is one among others"
             hint = 'write "torch"' if role == ROLLOUT else 'write "ddp", "fsdp2" or "zero"'
             yield Problem(f"{role}.engine.kind", message, hint, show(engine.kind))
+    again = getattr(section, "gradient_checkpointing", False)
+    if facts is not None and 0 < facts.layers < again:
+        message, hint = f"the model has {facts.layers} layers", "write true for all of them"
+        yield Problem(f"{role}.gradient_checkpointing", message, hint, show(again))
     if (degree := sequence_parallel_of(section)) > 1:
         yield from sequence_problems(f"{role}.sequence_parallel", degree, config)
 
