@@ -82,12 +82,14 @@ def _problems(error: ErrorDetails, raw: dict[str, Any]) -> list[Problem]:
 def without_tags(loc: Path, raw: Any) -> Path:
     """Return the key of the spec: pydantic puts the chosen `kind` into the path of an error."""
     path: list[str | int] = []
-    node = raw
+    node, tagged = raw, False  # a kind may be called as one of its keys is
     for part in loc:
-        if part in FORMS or (isinstance(node, dict) and part not in node and part == node.get("kind")):
+        is_kind = isinstance(node, dict) and not tagged and part == node.get("kind")
+        if part in FORMS or (is_kind and len(tables_at(path, raw)) > 1):
+            tagged = True
             continue
         path.append(part)
-        node = value_at(node, (part,))
+        node, tagged = value_at(node, (part,)), False
     return tuple(path)
 
 
