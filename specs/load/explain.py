@@ -63,7 +63,7 @@ def _problems(error: ErrorDetails, raw: dict[str, Any]) -> list[Problem]:
     if kind == "extra_forbidden":
         return unknown_keys(path, raw)
     if kind == "missing":
-        return [_missing(path)]
+        return [_missing(path, raw)]
     if kind == "union_tag_not_found":
         return _missing_kind(path, raw)
     if kind in ("literal_error", "union_tag_invalid"):
@@ -93,12 +93,12 @@ def without_tags(loc: Path, raw: Any) -> Path:
     return tuple(path)
 
 
-def _missing(path: Path) -> Problem:
+def _missing(path: Path, raw: dict[str, Any]) -> Problem:
     *parents, name = path
     if path == ("schema",):
         return Problem("schema", "missing", "add `schema = 1` as the first line")
     if not parents:
-        needed = ", ".join(_required(tables_at(path, {})))
+        needed = ", ".join(_required(tables_at(path, raw)))
         return Problem(f"[{name}]", "this section is missing", f"add [{name}] with {needed}")
     if isinstance(name, int):
         return Problem(dotted(parents), f"needs {name + 1} entries", f"write {name + 1} values in brackets")
@@ -115,7 +115,7 @@ def _missing_kind(path: Path, raw: dict[str, Any]) -> list[Problem]:
     kinds = " or ".join(show(kind_of(table)) for table in tables)
     besides = [name for name in _required(tables) if name != "kind" and name not in given]
     missing = Problem(dotted((*path, "kind")), "missing", f"add kind = {kinds}")
-    return [missing, *(_missing((*path, name)) for name in besides)]
+    return [missing, *(_missing((*path, name), raw) for name in besides)]
 
 
 def _required(tables: Sequence[type[Table]]) -> list[str]:
