@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.eval_sets import EvalSection, Evaluation, PromptSets
+from specs.schema.eval_sets import EvalSection, EvalSet, Evaluation, PromptSets
 from specs.schema.recipes import SamplingSpec
 from specs.schema.sections import is_hub_data
 from specs.schema.table import no_effect
@@ -26,8 +26,9 @@ def eval_problems(spec: SamplingSpec) -> Iterator[Problem]:
 
 def _sets(section: PromptSets) -> Iterator[Problem]:
     key = section.key
-    for name in _OF_ONE_SET:
-        if name in section.model_fields_set:
+    for name in EvalSet.model_fields:
+        of_each = name in _OF_ONE_SET or all(name in one.model_fields_set for one in section.sets)
+        if of_each and name in section.model_fields_set:
             yield no_effect(f"{key}.{name}", f"{key}.sets says it of each set")
     names = [one.name for one in section.sets]
     held_out = [number for number, one in enumerate(section.sets) if not one.data]

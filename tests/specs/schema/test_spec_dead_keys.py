@@ -129,7 +129,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "data.system": {"data.chat": "always"},
     "eval": {"eval": {"every": 2}},
     "eval.samples_per_prompt": {"eval.temperature": 0.6},
-    "eval.sets": {"eval": {"every": 2, "temperature": 0.6, "sets": [{"name": "aime", "data": "some/rows"}]}},
+    "eval.sets": {"eval": {"every": 2, "temperature": 0.6, "sets": [{"name": n, "data": "some/rows"} for n in "ab"]}},
     "cluster": NODES,
     "sync.folder": {"sync": {"transport": "folder"}},
     "sync.delta": {"sync": {"transport": "folder"}},
