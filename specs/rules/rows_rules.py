@@ -14,9 +14,9 @@ from specs.text import show
 
 # Columns that are not read, by what an objective is a mean of.
 UNREAD: Mapping[Unit, tuple[str, ...]] = {
-    "token": ("chosen_column", "rejected_column", "margin_column", "label_column"),
+    "token": ("chosen_column", "rejected_column", "label_column"),
     "pair": ("text_column", "messages_column", "completion_column", "label_column"),
-    "sequence": ("text_column", "messages_column", "chosen_column", "rejected_column", "margin_column"),
+    "sequence": ("text_column", "messages_column", "chosen_column", "rejected_column"),
 }
 
 
@@ -31,8 +31,9 @@ def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
     if data.system and data.chat == "never":
         yield no_effect("data.system", 'data.chat is "never"')
     sources = {"data": given, **{f"data.sets.{number}": one.model_fields_set for number, one in enumerate(data.sets)}}
+    margin = () if "margin_B" in spec.objective.reads else ("margin_column",)
     for place, named in sources.items():
-        for name in sorted(named.intersection(UNREAD[spec.objective.unit])):
+        for name in sorted(named.intersection(UNREAD[spec.objective.unit] + margin)):
             yield no_effect(f"{place}.{name}", f"no row of {spec.objective.kind} is read from it")
     if len(data.sets) == 1 and "weight" in data.sets[0].model_fields_set:
         yield no_effect("data.sets.0.weight", "there is only one set")
@@ -47,7 +48,7 @@ def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
         yield no_effect("ref", why)
 
 
-_OF_LEARNING = ("temperature", "top_p", "top_k", "warn_logprob_gap", "max_logprob_gap", "max_staleness")
+_OF_LEARNING = ("temperature", "top_p", "top_k", "warn_logprob_gap", "max_logprob_gap", "max_staleness", "in_flight")
 
 
 def generate_problems(spec: TextSpec) -> Iterator[Problem]:
@@ -71,6 +72,8 @@ def generate_problems(spec: TextSpec) -> Iterator[Problem]:
         if name in spec.rollout.model_fields_set:
             why = "no sample is learned from; how an evaluation samples, eval.generate says"
             yield no_effect(f"rollout.{name}", why)
+    if spec.reward is not None and "max_failed_share" in spec.reward.model_fields_set:
+        yield no_effect("reward.max_failed_share", "no completion is learned from, which too many failures would end")
     if "answer_column" in generate.model_fields_set and not reads_answer(spec.reward_terms):
         yield no_effect("eval.generate.answer_column", "no term of reward.terms compares with it")
     for one in spec.evaluations:
