@@ -26,10 +26,11 @@ class TextTokens(Protocol):
 def joined(codec: TextTokens, prompts: Sequence[str], completions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each prompt and of its completion, which no token of both spans; the end of sequence follows
     the completion once."""
-    before, after = begun(codec, prompts), codec.encode(completions, rendered=True)
     if _puts_blanks(codec):
-        after = [_behind(codec, text) or alone for text, alone in zip(completions, after, strict=True)]
-    return [(prompt, ended(codec, completion)) for prompt, completion in zip(before, after, strict=True)]
+        after = [_behind(codec, text) for text in completions]
+    else:
+        after = codec.encode(completions, rendered=True)
+    return [(one, ended(codec, other)) for one, other in zip(begun(codec, prompts), after, strict=True)]
 
 
 @lru_cache(4)
@@ -41,12 +42,12 @@ def _puts_blanks(codec: TextTokens) -> bool:
 
 
 def _behind(codec: TextTokens, text: str) -> list[int]:
-    """Return the tokens of a text behind another, of which none spans both; nothing where all do."""
+    """Return the tokens of a text behind another, of which none spans both; those of the text alone where all do."""
     for other in ("\n", ":", "=", "a"):
         first, both = codec.encode([other, other + text], rendered=True)
         if first and both[: len(first)] == first:
             return both[len(first) :]
-    return []
+    return codec.encode([text], rendered=True)[0]
 
 
 def begun(codec: TextTokens, texts: Sequence[str]) -> list[list[int]]:
