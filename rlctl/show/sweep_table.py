@@ -165,8 +165,8 @@ class SweepTable:
             for trial, found in ranked
         ]
         self.say(columns((*self.keys, self.score_name, "step", "state"), rows))
-        if SEED in self.keys and len(self.keys) > 1:
-            self.say("\nover seeds\n" + self._over_seeds(ranked))
+        if SEED in self.keys and len(self.keys) > 1 and (text := self._over_seeds(ranked)):
+            self.say(f"\nover seeds\n{text}")
         report = self.folder / "report.html"  # not there where no run took a step
         self.say(f"\n{f'report: {report}; ' if report.exists() else ''}results: {self.folder / 'sweep.json'}")
 
@@ -193,7 +193,7 @@ class SweepTable:
             (*values, number(statistics.fmean(own)), number(statistics.stdev(own) if own[1:] else None), str(len(own)))
             for values, own in sorted(scores.items(), key=lambda pair: statistics.fmean(pair[1]), reverse=rises)
         ]
-        return columns((*others, "mean", "std", "runs"), rows)
+        return columns((*others, "mean", "std", "runs"), rows) if rows else ""  # where no run ended
 
 
 def _worth(found: Outcome) -> float:

@@ -95,3 +95,5 @@ def test_over_seeds_there_are_means_and_deviations(tmp_path: Path) -> None:
         ["1e-5", "0.700", "0.283", "2"],
         ["1e-6", "0.200", "0.141", "2"],
     ]
+    none = table_of(tmp_path, ["lr", "run.seed"], trials[-1:])
+    assert ["over", "seeds"] not in text_of(none), "where no run ended there is nothing to say"
