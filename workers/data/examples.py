@@ -70,7 +70,7 @@ class ExampleTable(DroppedRows):
     source: str
     first: array[int] = field(default_factory=lambda: array("q", [0]))
     offsets: array[int] = field(default_factory=lambda: array("q", [0]))
-    tokens: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     masks: array[int] = field(default_factory=lambda: array("B"))
     chosen: array[int] = field(default_factory=lambda: array("B"))
     margins: array[float] = field(default_factory=lambda: array("f"))
@@ -109,7 +109,7 @@ class ExampleTable(DroppedRows):
         members = [sequence for begin, end in spans for sequence in range(begin, end)]
         sizes = [end - begin for begin, end in spans]
         pieces = [(self.offsets[sequence], self.offsets[sequence + 1]) for sequence in members]
-        tokens, masks = np.frombuffer(self.tokens, np.int64), np.frombuffer(self.masks, np.uint8)
+        tokens, masks = np.frombuffer(self.tokens, np.int32), np.frombuffer(self.masks, np.uint8)
         chosen, margins = np.frombuffer(self.chosen, np.uint8), np.frombuffer(self.margins, np.float32)
         return {
             "tokens_T": np.concatenate([tokens[:0], *(tokens[begin:end] for begin, end in pieces)]),
