@@ -18,6 +18,7 @@ from specs.errors import ModelError
 from specs.text import show
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
 from workers.chat.tool_calls import ParsedCalls, ToolCall, call_id, format_of
+from workers.joined_text import begun
 
 if TYPE_CHECKING:
     from backends.hf.tokenizer import TextCodec
@@ -129,7 +130,7 @@ class ChatTurns:
 
     def plain_prompt(self, text: str) -> list[int]:
         """Return the tokens of text that is no conversation."""
-        return self._codec.encode([text], rendered=False)[0]
+        return begun(self._codec, [text])[0]
 
     def error_reply(self, words: str) -> dict[str, Any]:
         """Return the message that tells the model of a call that cannot be read, in a role that the template takes."""

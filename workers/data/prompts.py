@@ -16,6 +16,7 @@ from specs.templates import render_template, template_columns
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
 from workers.data.conversations import BadRow, checked_messages
 from workers.data.row_source import DataRow, DroppedRows
+from workers.joined_text import TextTokens, begun
 
 if TYPE_CHECKING:
     from backends.hf.tokenizer import TextCodec
@@ -26,15 +27,11 @@ ENCODE_ROWS = 2048  # rows per call of the tokenizer
 Messages = list[dict[str, Any]]
 
 
-class PromptCodec(Protocol):
+class PromptCodec(TextTokens, Protocol):
     """The part of a tokenizer that prompts need; `TextCodec` says more of each."""
 
     @property
     def unknown_id(self) -> int | None: ...
-
-    def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]: ...
-
-    def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]: ...
 
 
 @dataclass
@@ -103,7 +100,8 @@ def read_table(
     table.conversation = lambda values: messages_of(prompt_of(values, data), data)
     rendered = _rendered(table, rows, reader, chats)
     while chunk := list(islice(rendered, ENCODE_ROWS)):
-        encoded = codec.encode([text for _, text in chunk], rendered=chats is not None)
+        texts = [text for _, text in chunk]
+        encoded = begun(codec, texts) if chats is None else codec.encode(texts, rendered=True)
         for (row, text), ids in zip(chunk, encoded, strict=True):
             if _admit(table, row, ids, data):
                 table.add(row, text, ids)

@@ -17,10 +17,12 @@ from rlctl.models.paths import BUILTIN_FOLDER
 from specs.errors import DataError
 from specs.schema.objectives import Unit
 from specs.schema.rows import RowsEval, RowsSection
+from specs.schema.sections import DataSection
 from specs.wire.role_config import DataConfig, RowsConfig
 from workers.data.conversations import BadRow
 from workers.data.data_set import RunRows, open_rows
 from workers.data.examples import ExampleReader, build_examples, pieces
+from workers.data.prompts import RowReader, read_table
 from workers.data.row_source import DataRow
 
 MODEL = BUILTIN_FOLDER / "tiny-bytes"
@@ -182,6 +184,10 @@ def test_begin_and_end_stand_once_and_nothing_between(prompt: str, tmp_path: Pat
     assert found == ["<s>", *seen, "b*", "a*", "</s>*"]
     assert words({"prompt": prompt, "completion": " ba"}, codec)[-4:] == ["▁*", "b*", "a*", "</s>*"]
     assert words({"text": prompt}, codec) == ["<s>", *(f"{token}*" for token in seen), "</s>*"]
+    section = DataSection(train="x.jsonl", prompts_per_step=1, max_prompt_tokens=9, max_response_tokens=9)
+    reader = RowReader(section, needs_answer=False, chat=False)
+    table = read_table("x.jsonl", [DataRow("x.jsonl:1", {"prompt": prompt})], reader, codec, None)
+    assert codec.tokenizer.convert_ids_to_tokens(table.tokens) == ["<s>", *seen], "as a prompt of rl, too"
 
 
 def test_nothing_of_a_completion_is_lost_where_a_line_end_is_a_blank(tmp_path: Path) -> None:
