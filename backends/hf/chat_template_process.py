@@ -75,23 +75,27 @@ def _name(tools: list[Any] | None) -> str:
 
 def _with_jinja(setup: Mapping[str, Any]) -> Render:
     """Render as transformers does, as far as jinja2 alone can."""
-    import re
     from datetime import datetime
 
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(ext.Extension):  # transformers' tag around what the assistant says; it changes nothing here
+        tags = {"generation"}  # noqa: RUF012  as jinja2 has it
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    # transformers' tag around what the assistant says; it changes nothing here.
-    plain = {name: re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", setup[name]) for name in (_name(None), _name([]))}
-    templates = {name: environment.from_string(text) for name, text in plain.items()}
+    templates = {name: environment.from_string(setup[name]) for name in (_name(None), _name([]))}
 
     def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]

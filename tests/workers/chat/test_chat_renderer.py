@@ -21,7 +21,8 @@ TEMPLATE = (
     "{%- for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no role tool') }}{% endif %}"
     "<{{ m.role }}>{{ m.content | tojson }}{% if m.name is defined %}{{ m.name }}{% endif %}{{ eos_token }}\n"
     "{% if loop.index > 3 %}{% break %}{% endif %}{% endfor %}"
-    "{% generation %}{{ tools is none }}{% endgeneration %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "|\n  {% generation %}\n{% set a = 1 %}{{ tools is none }}{% endgeneration %}\n{{ a is defined }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
