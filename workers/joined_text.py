@@ -57,8 +57,10 @@ def begun(codec: TextTokens, texts: Sequence[str]) -> list[list[int]]:
 
 
 def ended(codec: TextTokens, tokens: list[int]) -> list[int]:
-    """Return tokens with the end of sequence behind them, once."""
-    return tokens if codec.end_id is None or tokens[-1:] == [codec.end_id] else [*tokens, codec.end_id]
+    """Return tokens with the end of sequence behind them, once: a text may hold it, and the tokenizer add it."""
+    while tokens[-1:] == [codec.end_id]:
+        tokens = tokens[:-1]
+    return tokens if codec.end_id is None else [*tokens, codec.end_id]
 
 
 def without_padding(tokens: list[int], pad: int | None) -> list[int]:

@@ -190,6 +190,16 @@ def test_begin_and_end_stand_once_and_nothing_between(prompt: str, tmp_path: Pat
     assert codec.tokenizer.convert_ids_to_tokens(table.tokens) == ["<s>", *seen], "as a prompt of rl, too"
 
 
+def test_a_text_that_holds_its_end_ends_once_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
+    from tokenizers import processors
+
+    codec = llama(tmp_path / "model", METASPACE, ["▁", "a", "b"], [])
+    ends = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    codec.tokenizer.backend_tokenizer.post_processor = ends
+    for text in ("ab", "ab</s>"):
+        assert words({"text": text}, codec)[-3:] == ["a*", "b*", "</s>*"]
+
+
 def test_nothing_of_a_completion_is_lost_where_a_line_end_is_a_blank(tmp_path: Path) -> None:
     """The tokenizers of T5's kin write each blank and line end as one blank, which is part of the next word."""
     from tokenizers import normalizers
