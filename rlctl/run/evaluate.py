@@ -83,7 +83,7 @@ def evaluate(
     errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out)
     errors += fit_problems(spec, source.folder, here=True)[0]
     if errors:
-        raise SpecError(errors)
+        raise SpecError(source.explained(errors))
     screen, shown = Screen(outlives=True), progress_screen(as_json=as_json, quiet=quiet)
     export_missing(spec, source.folder, shown)
     if checkpoint is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run import checkpoints
 from rlctl.run.resume import check_fits
 from rlctl.show.journal import read_journal
-from specs.errors import CheckpointError, RunDirError, UsageError
+from specs.errors import CheckpointError, Problem, RunDirError, UsageError
 from specs.json_file import read_object, write_object
 from specs.load.dotted_keys import value_at
 from specs.schema.roles import RoleName
@@ -48,6 +48,18 @@ class SpecSource:
     folder: Path
     run_dir: Path | None = None  # of the run whose spec it is
 
+    def explained(self, errors: Sequence[Problem]) -> list[Problem]:
+        """Return them, behind the one that may be the cause of all: the folder of a run's spec is gone."""
+        if self.run_dir is None or self.folder.is_dir():
+            return list(errors)
+        message = f"relative paths in {self.path} start at {self.folder}, which is not there"
+        return [Problem("", message, _name_the_spec(self.run_dir)), *errors]
+
+
+def _name_the_spec(run: Path) -> str:
+    commands = f"rlctl train SPEC --run-dir {run} --resume, or rlctl eval {run} SPEC"
+    return f"name the spec: {commands}, with the --set that the run was started with"
+
 
 def spec_source(named: Path, *, resume: bool) -> SpecSource:
     """Find the spec in a file, or, at a resume, in a run directory: that of its newest attempt. Raises UsageError or
@@ -65,7 +77,7 @@ def spec_source(named: Path, *, resume: bool) -> SpecSource:
     if not folder or not (run_dir / copy).is_file():
         raise RunDirError(
             f"{run_dir} does not say where its spec came from",
-            hint=f"name the spec: rlctl train SPEC --run-dir {named} --resume, with the --set that it was started with",
+            hint=_name_the_spec(named),
         )
     return SpecSource(run_dir / copy, Path(folder), run_dir)
 

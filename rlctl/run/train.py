@@ -80,7 +80,7 @@ def train(
         spec, errors, warnings = checked(spec, source.folder, first, starting=True, run_dir=source.run_dir or run_dir)
         errors += fit_problems(spec, source.folder, here=True)[0]
         if errors:
-            raise SpecError(errors)
+            raise SpecError(source.explained(errors))
         export_missing(spec, source.folder, screen)
         plan = plan_for_hosts(spec, source.folder, run.path)
         fork = fork_from(fork_of, spec, notes.append) if fork_of else None

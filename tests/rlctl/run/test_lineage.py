@@ -50,6 +50,21 @@ def test_a_run_is_resumed_by_its_directory_from_anywhere(whole: Path, tmp_path: 
     assert tomli.loads((run / "spec.attempt_2.toml").read_text())["run"]["steps"] == 7
 
 
+def test_where_the_folder_of_a_runs_spec_is_gone_that_is_said_first(whole: Path, tmp_path: Path, capfd) -> None:
+    """As where a project was moved with its runs."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    journal = (run / "journal.jsonl").read_text()
+    (run / "journal.jsonl").write_text(journal.replace(str(whole.parent), str(tmp_path / "gone")))
+    evaluated = settings("eval.every=1", 'eval.data="builtin:sort-digits"')
+    for command in (["train", str(run), "--resume"], ["eval", str(run), *evaluated]):
+        assert main(command) == 2
+        first, _, rest = capfd.readouterr().err.partition("error: reward.terms.0.path")
+        assert f"start at {tmp_path / 'gone'}, which is not there" in first.replace("\n", " ")
+        assert "name the spec: rlctl train SPEC" in first.replace("\n", " ")
+        assert rest
+
+
 def test_a_fork_goes_on_as_the_run_would_until_something_is_changed(whole: Path, tmp_path: Path) -> None:
     spec = whole.parent / "fake.toml"
     terms = json.loads((whole / "resolved.json").read_text())["reward"]["terms"]
