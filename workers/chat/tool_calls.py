@@ -141,8 +141,13 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 
 
 def depth_of(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(depth_of, inner), default=0)
+    """Return how deeply JSON is nested, however deep that is."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        held = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [inner for each in held for inner in each]
+    return depth
 
 
 def _elements(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

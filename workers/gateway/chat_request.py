@@ -12,6 +12,7 @@ from workers.chat.chat_turns import split_thought
 from workers.chat.tool_calls import MAX_DEPTH, ToolCall, depth_of
 
 Message = dict[str, Any]
+_SCHEMA_DEPTH = 4 * MAX_DEPTH
 
 
 class RefusedRequest(Exception):
@@ -119,7 +120,9 @@ def tokens_of(value: Any, where: str) -> int:
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> Mapping[str, Any]:
-    """Return a tool as chat templates take it."""
+    """Return a tool as chat templates take it. Raises RefusedRequest."""
+    if depth_of(parameters) > _SCHEMA_DEPTH:
+        raise RefusedRequest("a tool's parameters are nested too deeply")
     function = {
         "name": name_of(name, "a tool's name"),
         "description": name_of(description or "", "a tool's description"),

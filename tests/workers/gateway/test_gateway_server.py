@@ -229,6 +229,7 @@ def test_other_episodes_are_not_seen() -> None:
     asyncio.run(test())
 
 
+DEEP: dict[str, Any] = json.loads('{"a":' * 900 + "1" + "}" * 900)
 BODIES: dict[str, Any] = {
     "no JSON": b"{",
     "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -244,6 +245,13 @@ BODIES: dict[str, Any] = {
     "no text": {"messages": [{"role": "user", "content": {"a": 1}}]},
     "no role": {"messages": [{"content": "x"}]},
     "tools": {**ASKED, "tools": [{"type": "function", "function": {"name": 5}}]},
+    "deep object of arguments": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]},
+            {"role": "user", "content": "x"},
+        ]
+    },
+    "deep tools": {**ASKED, "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
 }
 
 
