@@ -70,7 +70,7 @@ def _tool(command: str, client: Any, listed: Any) -> Tool:
             raise RuntimeError(text)
         return text
 
-    parameters = {"properties": {}, **listed.input_schema}
+    parameters = {"properties": {}} | {key: one for key, one in listed.input_schema.items() if one is not None}
     function = {"name": listed.name, "description": listed.description or "", "parameters": parameters}
     return Tool({"type": "function", "function": function}, f"{MCP}{command}", call)
 

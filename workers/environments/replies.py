@@ -27,7 +27,7 @@ def wrong_arguments(name: str, parameters: Mapping[str, Any], arguments: Any) ->
     """Return what the model should know about arguments that do not fit; empty if they do."""
     if not isinstance(arguments, dict):
         return f"{name}: the arguments are not a JSON object"
-    known = parameters.get("properties") or {}
+    known = parameters["properties"]
     missing = [each for each in parameters.get("required", ()) if each not in arguments]
     is_open = any(parameters.get(each) for each in _OPEN)
     unknown = [each for each in arguments if each not in known and not is_open]

@@ -180,7 +180,7 @@ def _described(function: Mapping[str, Any]) -> dict[str, str]:
     """Return a tool's arguments, those with a ? may be left out, and the first line of what it says of itself."""
     parameters = function["parameters"]
     required = parameters.get("required", ())
-    arguments = (f"{name}{'' if name in required else '?'}" for name in parameters.get("properties", {}))
+    arguments = (f"{name}{'' if name in required else '?'}" for name in parameters["properties"])
     about = function.get("description", "").strip().partition("\n")[0]
     return {"arguments": ", ".join(arguments), "about": about}
 

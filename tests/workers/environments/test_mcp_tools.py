@@ -69,7 +69,7 @@ BY_HAND = """
     SCHEMAS = {
         "either": {"type": "object", "anyOf": [POINT, {"properties": {"y": {"type": "integer"}}}]},
         "pointed": {"type": "object", "$ref": "#/$defs/P", "$defs": {"P": POINT}},
-        "empty": {"type": "object", "properties": None},
+        "empty": {"type": "object", "properties": None, "required": None},
     }
     RESULTS = {
         "structured": {"content": [], "structuredContent": {"n": 5}},
