@@ -1,8 +1,8 @@
 """Call a reward function: each parameter gets what its name says, `prompt`, `completion`, `row` or a column, and of an
 episode of several turns `messages` or `episode`.
 
-Three parameters of other names get these three by place: `(p, c, row)`. A function in the shape of another library is
-refused with the line that adapts it.
+Three parameters of other names get these three by place: `(p, c, row)`, and so does `(*args)`. A function in the shape
+of another library is refused with the line that adapts it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class BoundFunction:
         parameters = self._signature.parameters.values()
         self._rest = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), "")
         self._named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        self._bare = [each.kind for each in parameters] == [inspect.Parameter.VAR_POSITIONAL]  # (*args) alone
         self._required = [each.name for each in self._named if each.default is each.empty]
         for library, (mark, values) in LIBRARIES.items():
             if mark in self._required:
@@ -54,7 +55,7 @@ class BoundFunction:
         if episode is not None:
             values |= {"episode": episode, "messages": episode["messages"]}
         missing = [name for name in self._required if name not in values]
-        if missing and self._takes_places(values):
+        if self._bare or (missing and self._takes_places(values)):
             return self._function(prompt, completion, row)
         if missing:
             columns = ", ".join(list(row)[:12])

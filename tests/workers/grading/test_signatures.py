@@ -61,6 +61,7 @@ def returned(*parameters: str) -> Callable[..., Any]:
         ("completion strict=True / answer=1", ["it is 4", True, "4"]),
         ("p c r", [*SAMPLE]),
         ("x y z other=5", [*SAMPLE, 5]),
+        ("*args", [SAMPLE]),
         ("completion **others", ["it is 4", {**ROW, "prompt": "<user>2+2?"}]),
         ("**others", [{**ROW, "prompt": "<user>2+2?", "completion": "it is 4"}]),
     ],
