@@ -59,6 +59,7 @@ class Sampler:
     wait_s: float = 0.0
     log: list[tuple[list[int], list[int]]] = field(default_factory=list)  # prompt, what was drawn
     gate: asyncio.Event | None = None  # closed: it waits
+    stop: str = END  # text that ends a turn
 
     async def __call__(self, task: Task, number: int, sample: Sample, limit: int) -> SampledTurn:
         codec, _ = texts(self.model)
@@ -68,7 +69,7 @@ class Sampler:
         if self.gate is not None:
             await self.gate.wait()
         await asyncio.sleep(self.wait_s)
-        finished = tokens[-1] == codec.tokenizer.eos_token_id
+        finished = tokens[-1] == codec.tokenizer.eos_token_id or codec.decode([tokens])[0].endswith(self.stop)
         return SampledTurn(tokens, [-0.5] * len(tokens), [3] * len(tokens), finished)
 
 

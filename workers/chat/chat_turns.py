@@ -33,14 +33,15 @@ _WRITES: tuple[Callable[[str], str], ...] = (str, str.strip, lambda text: json.d
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """Hold what the model sampled, read. `text`: all of it but `stop`, the token that ended it (None: a limit did).
-    `error`: why a tool call in it cannot be read, for the model."""
+    """Hold what the model sampled, read. `text`: all of it but `stop`, the special token that ended it; None: a limit
+    did, or, of a turn that is `finished`, text. `error`: why a tool call in it cannot be read, for the model."""
 
     message: dict[str, Any]
     text: str
     calls: tuple[ToolCall, ...]
     error: str
     stop: int | None
+    finished: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,15 @@ class ChatTurns:
         control tokens in replies behind these become plain text."""
         return self._encode(self._render(messages, len(messages) if of_row is None else of_row))
 
-    def read(self, tokens: Sequence[int]) -> AssistantTurn:
-        """Read what was sampled. A special token at its end is taken for what ended it."""
-        stop = tokens[-1] if tokens and tokens[-1] in self._special else None
+    def read(self, tokens: Sequence[int], *, finished: bool = True) -> AssistantTurn:
+        """Read what was sampled. A special token at its end is taken for what ended it, if that is no limit."""
+        stop = tokens[-1] if finished and tokens and tokens[-1] in self._special else None
         text = self._text(tokens if stop is None else tokens[:-1])
         thought, closed, rest = text.rpartition("</think>")
         found = self._format.parse(rest, self._schemas) if self._format else ParsedCalls(rest)
         if len(found.calls) > 1 and not self._parallel:
             found = ParsedCalls(rest, error="Only one tool can be called in a turn: call them one after another.")
-        return AssistantTurn(self._message(thought + closed, found), text, found.calls, found.error, stop)
+        return AssistantTurn(self._message(thought + closed, found), text, found.calls, found.error, stop, finished)
 
     def numbered(self, turn: AssistantTurn, calls: int) -> AssistantTurn:
         """Return a turn whose calls follow so many others: ids that were made here stay unique in a conversation."""

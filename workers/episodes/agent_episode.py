@@ -189,7 +189,7 @@ class AgentEpisode(Episode):
             self._ended = turn.limit
         turn.sample, turn.end = number, len(sample.tokens)
         if request.prompt is not None:
-            read = AssistantTurn({"role": "assistant", "content": read.text}, read.text, (), "", read.stop)
+            read = replace(read, message={"role": "assistant", "content": read.text}, calls=(), error="")
         turn.turn = chat.numbered(read, self.trajectory.tool_calls)
         self.trajectory.tool_calls += len(read.calls)
         return self._as_reply(turn, turn.turn)
@@ -225,7 +225,7 @@ class AgentEpisode(Episode):
             content=content,
             reasoning=read.message.get("reasoning_content", "") or thought,
             calls=read.calls,
-            finish="length" if read.stop is None else "stop",
+            finish="stop" if read.finished else "length",
             prompt_tokens=turn.start,
             reused_tokens=turn.parent.end if turn.parent and turn.parent.end <= turn.start else 0,
             completion_tokens=turn.end - turn.start,

@@ -116,7 +116,7 @@ class Episode:
         asked = min(limit, most or limit)
         found.turns += 1
         drawn = await self.draw(self.task, number, sample, asked)
-        turn = chat.read(drawn.tokens)
+        turn = chat.read(drawn.tokens, finished=drawn.finished)
         cut_off = not drawn.finished and asked == limit
         malformed = bool(turn.error) and not cut_off
         found.parse_errors += malformed

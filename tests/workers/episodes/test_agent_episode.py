@@ -283,3 +283,20 @@ def test_one_of_two_turns_that_are_drawn_together_is_truncated() -> None:
 
     for first in ("long", "short"):
         asyncio.run(test(first))
+
+
+def test_a_turn_that_a_stop_string_ends_is_whole() -> None:
+    """Clients take `length` for half an answer. The template's end follows it, and is not learned from."""
+
+    async def test() -> None:
+        async with serving(["One.", "Two"]) as served:
+            served.sampler.stop = "."
+            reply = await ask(served, [asked(TASK)])
+            more = [asked(TASK), WIRE.write(reply, ChatRequest())["choices"][0]["message"], asked("more")]
+            turn = served.episode.ask(WIRE.read({"messages": more, "max_tokens": 2}))
+            assert (reply.finish, (await turn.reply).finish) == ("stop", "length")
+            (sample,) = served.samples
+            assert f"One.{END}" in served.text(sample.tokens)
+            assert served.written(sample) == "One.Tw"
+
+    asyncio.run(test())
