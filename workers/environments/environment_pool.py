@@ -78,6 +78,7 @@ class EnvironmentPool:
         sources = read_sources(section.files, base) if sources is None else dict(sources)
         self._hello = encode({"setup": setup, "sources": sources, "memory_MiB": section.memory_MiB})
         self.call_timeout_s, self.start_timeout_s, self.log_path = section.call_timeout_s, start_timeout_s, log_path
+        self._servers = ", ".join(tool for tool in section.tools if tool not in section.files)
         self._python, self._env = python, {**env, _MARK: secrets.token_hex(8)}
         self._slots = asyncio.Semaphore(section.processes)
         self._starting = asyncio.Semaphore(max(os.cpu_count() or 1, 2))
@@ -131,7 +132,10 @@ class EnvironmentPool:
                     zygote = await self._ready_zygote()
                     return await EnvironmentProcess.fork(zygote)
             except TimeoutError:
-                raise EnvironmentLost("timeout", f"not ready after {self.start_timeout_s:g} s") from None
+                text, hint = f"not ready after {self.start_timeout_s:g} s", ""
+                if self._servers and self._zygote is not None and self._zygote.ready.done():  # the files are imported
+                    text, hint = f"{text}: {self._servers}", "run the command by hand: it must answer on its stdout"
+                raise EnvironmentLost("timeout", text, hint) from None
 
     async def _ready_zygote(self) -> ZygoteHandle:
         """Return the process that forks; one that ended is replaced."""

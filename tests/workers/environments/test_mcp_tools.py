@@ -181,6 +181,11 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
         asyncio.run(make_pool(tmp_path, tools=(f"mcp:{command}",)).start())
     assert f"mcp:{command} does not start, or lists no tools: " in caught.value.message
     assert caught.value.hint
+    pool = make_pool(tmp_path, tools=("mcp:sleep 600",))
+    pool.start_timeout_s = 15.0
+    with pytest.raises(RewardError, match=r"not ready after 15 s: mcp:sleep 600") as caught:
+        asyncio.run(pool.start())
+    assert "by hand" in caught.value.hint
     written(tmp_path, "from mcp.server.mcpserver import MCPServer\nMCPServer('none').run()", "none.py")
     with pytest.raises(RewardError, match=r"mcp:python none\.py has no tools"):
         asyncio.run(make_pool(tmp_path, tools=("mcp:python none.py",), memory_MiB=512).start())
