@@ -32,6 +32,8 @@ class OpenAIChat(OpenAIWire):
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         if body.get("n") not in (None, 1):
             raise RefusedRequest("n > 1 is not supported: ask once for each answer, one after another")
+        if body.get("functions"):
+            raise RefusedRequest("functions are not supported: send them as tools")
         options = body.get("stream_options") or {}
         limit = body.get("max_completion_tokens")
         return ChatRequest(

@@ -251,6 +251,7 @@ BODIES: dict[str, Any] = {
             {"role": "user", "content": "x"},
         ]
     },
+    "functions": {**ASKED, "functions": [{"name": "f", "parameters": {}}]},
     "deep tools": {**ASKED, "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
 }
 
