@@ -8,6 +8,7 @@ python scripts/make_docs.py --check    # exit 1 when a file is not what it would
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import cleandoc
@@ -167,6 +168,7 @@ class Page:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.place: dict[tuple[type[Table], ...], str] = {}
+        self.said: dict[tuple[str, ...], str] = {}  # cells of a key → the title that they stand below
 
     def section(self, path: str, tables: tuple[type[Table], ...], title: str) -> None:
         """Describe a table, or the several that its `kind` chooses between, and below it what it holds."""
@@ -181,7 +183,15 @@ class Page:
             *([f"It has the keys of {', of '.join(shared)}."] if shared else []),
         ]
         choice = {name: field for name, field in table.model_fields.items() if name == "kind"}  # not between tables
-        self.lines += ["", *key_table(table, choice | keys_of(table))]
+        keys = choice | keys_of(table)
+        there = {name: self.said.setdefault(tuple(cells_of(table, name, keys[name])), title) for name in keys}
+        places = [above for above in there.values() if above != title]
+        again = {name: above for name, above in there.items() if places.count(above) > 2}
+        self.lines += ["", *key_table(table, {name: field for name, field in keys.items() if name not in again})]
+        for above in dict.fromkeys(again.values()):
+            names, label = ", ".join(f"`{name}`" for name in again if again[name] == above), above.lstrip("# ")
+            anchor = re.sub(r"[^\w -]", "", label).lower().replace(" ", "-")
+            self.lines += [f"{names}: as in [{label}](#{anchor}).", ""]
         self.below(path, keys_of(table))
 
     def below(self, path: str, keys: Keys) -> None:
@@ -287,6 +297,9 @@ From where metrics are made.
 Without a "when" a metric is there at every step of `rl`. Recipes that learn from rows have of these
 `data/epoch`, `data/tokens`, `data/learned_tokens`, those of what learns, `time/`, `mem/` and `perf/`; their evaluations
 have those of the objective under `eval/<set>/`, such as `eval/heldout/loss`, and with `sft` `eval/<set>/perplexity`.
+
+An evaluation that samples also has, of its own completions, these with `eval/<set>/` in place of what stands before the
+slash:
 """
 
 
@@ -294,10 +307,9 @@ def render_metrics() -> str:
     """A table of each first part of a name; without `when`, it is in every step."""
     groups: dict[str, list[list[str]]] = {}
     for metric in declared():
-        for name in metric.names:
-            when = metric.when if name == metric.name else f"steps with an evaluation, {metric.when}".rstrip(", ")
-            groups.setdefault(name.partition("/")[0], []).append([f"`{name}`", metric.unit, metric.meaning, when])
-    lines = [METRICS]
+        cells = [f"`{metric.name}`", metric.unit, metric.meaning, metric.when]
+        groups.setdefault(metric.name.partition("/")[0], []).append(cells)
+    lines = [METRICS + ", ".join(f"`{metric.name}`" for metric in declared() if metric.in_eval) + ".\n"]
     for group, rows in sorted(groups.items()):
         slash = "/" if any(row[0].startswith(f"`{group}/") for row in rows) else ""
         lines += [f"### Metrics: `{group}{slash}`", "", *grid(("name", "unit", "meaning", "when"), rows)]
