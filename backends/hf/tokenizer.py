@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +77,9 @@ class TextCodec:
         found = self.tokenizer.eos_token_id
         return found if isinstance(found, int) else None
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that stand for no text."""
+        """Tokens that stand for no text. Looked up once: of hundreds that takes a millisecond, and every row asks."""
         added = self.tokenizer.added_tokens_decoder
         return frozenset((*self.tokenizer.all_special_ids, *(id_ for id_, one in added.items() if one.special)))
 

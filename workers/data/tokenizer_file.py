@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class TokenizerFile:
         """The token that ends a sequence."""
         return self._id("eos_token")
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Tokens that stand for no text."""
         added = self._tokenizer.get_added_tokens_decoder()
