@@ -8,6 +8,7 @@ from specs.errors import Problem
 from specs.schema.objectives import Kto, Mixture, Objective, Preference, Unit
 from specs.schema.recipes import PreferenceSpec, RowsSpec, TextSpec
 from specs.schema.rewards import reads_answer
+from specs.schema.rows import RowSet, RowsSection
 from specs.schema.sections import is_hub_data
 from specs.schema.table import no_effect
 from specs.text import show
@@ -21,24 +22,27 @@ UNREAD: Mapping[Unit, tuple[str, ...]] = {
 
 
 def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
-    data, given = spec.data, spec.data.model_fields_set
+    data = spec.data
     if not data.train and not data.sets:
         yield Problem("data.train", "missing", "name a file or a hub id, or several in [[data.sets]]")
     elif data.train and data.sets:
         yield no_effect("data.train", "data.sets names the sources")
-    if data.train and "split" in given and not is_hub_data(data.train):
-        yield no_effect("data.split", f"{show(data.train)} is not a hub data set")
     if data.system and data.chat == "never":
         yield no_effect("data.system", 'data.chat is "never"')
-    sources = {"data": given, **{f"data.sets.{number}": one.model_fields_set for number, one in enumerate(data.sets)}}
     margin = () if "margin_B" in spec.objective.reads else ("margin_column",)
-    for place, named in sources.items():
-        for name in sorted(named.intersection(UNREAD[spec.objective.unit] + margin)):
+    places: dict[str, RowSet | RowsSection] = {f"data.sets.{number}": one for number, one in enumerate(data.sets)}
+    for place, one in {"data": data, **places}.items():
+        path = one.path if isinstance(one, RowSet) else one.train
+        if path and "split" in one.model_fields_set and not is_hub_data(path):
+            yield no_effect(f"{place}.split", f"{show(path)} is not a hub data set")
+        for name in sorted(one.model_fields_set.intersection(UNREAD[spec.objective.unit] + margin)):
             yield no_effect(f"{place}.{name}", f"no row of {spec.objective.kind} is read from it")
     if len(data.sets) == 1 and "weight" in data.sets[0].model_fields_set:
         yield no_effect("data.sets.0.weight", "there is only one set")
     if spec.eval is not None and "split" in spec.eval.model_fields_set and not is_hub_data(spec.eval.data):
-        yield no_effect("eval.split", f"{show(spec.eval.data or data.train)} is not a hub data set")
+        source = spec.eval.data or next(iter(data.named.values()))
+        held_out = "eval.data is empty, so the rows are those that are held out"
+        yield no_effect("eval.split", held_out if is_hub_data(source) else f"{show(source)} is not a hub data set")
     if isinstance(spec.objective, Kto) and data.rows_per_step < 2:
         why = "kto estimates the KL with completions of other rows of a step"
         yield Problem("data.rows_per_step", why, "use 2 or more")

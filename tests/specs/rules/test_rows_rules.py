@@ -35,6 +35,14 @@ GENERATED = generated()
         ({"data": {**DATA, "split": "x"}}, {"data.split": "is not a hub data set"}),
         ({"data": {**DATA, "system": "x", "chat": "never"}}, {"data.system": "has no effect"}),
         ({"eval": {"every": 1, "split": "x"}}, {"eval.split": "is not a hub data set"}),
+        (
+            {"data": {**DATA, "train": "a/b"}, "eval": {"every": 1, "split": "x"}},
+            {"eval.split": "the rows are those that are held out"},
+        ),
+        (
+            {"data": {**DATA, "train": "", "sets": [{"path": "a/b", "split": "x"}, {"path": "a.jsonl", "split": "x"}]}},
+            {"data.sets.1.split": "is not a hub data set"},
+        ),
         ({"actor": {"processes": 8, "launcher": "torchrun"}}, {"actor.processes": "data.rows_per_step = 4 leaves"}),
         ({"actor": {"micro_batch_tokens": 16}}, {"actor.micro_batch_tokens": "data.max_tokens = 32"}),
         ({"objective": {**DPO, "weight": 2.0}}, {"objective.weight": "it weighs the terms of a mixture"}),
