@@ -8,12 +8,12 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-if TYPE_CHECKING:
-    from specs.errors import RlctlError
+from rlctl.show.streams import visible_streams
+from specs.errors import Problem, RlctlError, SpecError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option, Argument = (partial(kind, show_default=False) for kind in (typer.Option, typer.Argument))
@@ -122,7 +122,6 @@ def init(
 ) -> None:
     """Write a commented spec to start from: a preset, or another tool's file in rlctl's keys."""
     from rlctl import presets
-    from specs.errors import UsageError
 
     if list_presets:
         presets.print_presets(as_json=as_json)
@@ -207,8 +206,6 @@ def train(
         show_plan(spec, overrides or [], elsewhere=target == Machine.cluster)
         return
     if target == Machine.cluster:
-        from specs.errors import UsageError
-
         raise UsageError("--target cluster: only with --dry-run", hint="train starts its roles from here")
     from rlctl.run.train import print_result
     from rlctl.run.train import train as run
@@ -409,7 +406,6 @@ def setup_engine(
     import os
     import shutil
 
-    from specs.errors import UsageError
     from specs.packages import setup_script
 
     if not name.isascii() or not name.isalpha():
@@ -422,14 +418,11 @@ def setup_engine(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    from rlctl.show.streams import visible_streams
-
     with visible_streams():
         return _main(arguments)
 
 
 def _main(arguments: list[str] | None) -> int:
-    from specs.errors import RlctlError
 
     try:
         return int(app(arguments, prog_name="rlctl", standalone_mode=False) or 0)
@@ -450,7 +443,6 @@ def show_error(error: RlctlError) -> None:
     """Print the error, or all problems of a spec. The exit code must not depend on who still listens."""
     from rlctl.show.problems import print_problems
     from rlctl.show.screen import Screen
-    from specs.errors import Problem, SpecError
 
     problems = error.problems if isinstance(error, SpecError) else [Problem("", error.message, error.hint)]
     if sys.stderr is not None:
@@ -470,8 +462,6 @@ def _show_refused(error: Exception) -> int:
     """Show what the file system refuses and return the exit code; 0 for any other error."""
     import errno as e
 
-    from specs.errors import RlctlError, UsageError
-
     if not isinstance(error, OSError):
         return 0
     if error.errno in (e.ENOSPC, e.EDQUOT):
@@ -489,8 +479,6 @@ def _show_refused(error: Exception) -> int:
 
 def _show_bug(error: Exception) -> int:
     import traceback
-
-    from specs.errors import RlctlError
 
     traceback.print_exception(error)
     hint = "this is a fault in rlctl; please report it with the lines above"

@@ -37,12 +37,13 @@ def rlctl(*arguments: str, cwd: Path) -> Done:
     return Done(code, out.getvalue(), err.getvalue())
 
 
-def test_ctrl_c_while_it_is_imported_ends_without_a_traceback(tmp_path: Path) -> None:
-    interrupts = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
-    (tmp_path / "typer.py").write_text(interrupts)  # stands in front of the real one
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-m", "rlctl", "runs"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize("module", ["typer", "rlctl.show.streams", "specs.errors"])
+def test_ctrl_c_while_it_is_imported_ends_without_a_traceback(module: str) -> None:
+    code = "import os, signal, sys, time\nclass Finder:\n def find_spec(self, name, *_):\n"
+    code += f"  if name == {module!r}: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n"
+    code += "sys.meta_path.insert(0, Finder())\nfrom rlctl.__main__ import main\nsys.exit(main())"
+    command = [sys.executable, "-c", code, "runs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
