@@ -50,7 +50,7 @@ def _ray(spec: Spec) -> Iterator[Problem]:
 
 def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> Iterator[Problem]:
     """Find folders that the run cannot write to, or make."""
-    named = {"run.dir" if run_dir == spec.run.place else "": run_dir.parent}  # else no key names it
+    named = {"run.dir" if run_dir == spec.run.place else "": run_dir}  # else no key names it
     if (sampling := sampling_of(spec)) is not None:
         if sampling.sync.folder:
             named["sync.folder"] = spec_dir / Path(sampling.sync.folder).expanduser()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -95,5 +96,15 @@ def test_folders_of_several_models_are_for_engines_that_build_transformers_model
 
 def test_a_place_that_no_key_names_is_said_without_one(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    errors, _ = file_problems(spec_from(raw_spec()), tmp_path, run_dir=tmp_path / "x" / "run")
-    assert [error.text for error in errors] == [f"{tmp_path / 'x'} is not a folder"]
+    for place in (tmp_path / "x", tmp_path / "x" / "run"):
+        errors, _ = file_problems(spec_from(raw_spec()), tmp_path, run_dir=place)
+        assert [error.text for error in errors] == [f"{tmp_path / 'x'} is not a folder"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_run_directory_of_ones_own_may_lie_where_nothing_else_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "all" / "run").mkdir(parents=True)
+    (tmp_path / "all").chmod(0o555)
+    assert file_problems(spec_from(raw_spec()), tmp_path, run_dir=tmp_path / "all" / "run")[0] == []
+    errors, _ = file_problems(spec_from(raw_spec()), tmp_path, run_dir=tmp_path / "all" / "other")
+    assert [error.text for error in errors] == [f"{tmp_path / 'all'} cannot be written to"]
