@@ -10,15 +10,16 @@ drawn at once, in whatever slot is free.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop.sampling import PREFIX_COUNTS, Generation
+from rlctl.loop.rollouts import Rollouts
+from rlctl.loop.sampling import PREFIX_COUNTS, Drawn, Generation
 from specs.schema.metric import Metric, metrics
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -44,6 +45,11 @@ METRICS: tuple[Metric, ...] = (
             "episode/prefix_reused [share]": "Prompt tokens that the sampler had computed in an earlier turn.",
             "time/environment_s [s]": "Calls of environments, added up over all episodes, many of which run at once.",
         },
+        in_eval=True,
+    ),
+    *metrics(
+        "the agent returns metrics",
+        {"reward/agent_<name>": "Mean of what agents returned by this name, over the episodes that did."},
         in_eval=True,
     ),
     *metrics(
@@ -235,6 +241,23 @@ class EpisodeGeneration(Generation):
     _running = 0  # calls
     _finished = False
 
+    def start(self) -> None:
+        self._returned: dict[str, list[float]] = defaultdict(list)  # by agents, by name
+        super().start()
+
+    def finish(self) -> Drawn:
+        drawn = super().finish()
+        means = {name: float(np.mean(sorted(values))) for name, values in self._returned.items()}
+        return replace(drawn, scored=replace(drawn.scored, counts={**drawn.scored.counts, **means}))
+
+    def _note_returned(self, batch: Batch, episodes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keep what agents returned, of each rollout once; greedy ones are no part of means."""
+        prompts, first_R = self.prompts.batch, Rollouts.of(batch["rollout_B"]).first_R
+        greedy = set(prompts["rollout_B"][prompts["greedy_B"] != 0].tolist()) if "greedy_B" in prompts else set()
+        for id_, rollout in zip(batch["id_B"][first_R].tolist(), batch["rollout_B"][first_R].tolist(), strict=True):
+            for name, value in episodes[str(id_)]["metrics"].items() if rollout not in greedy else ():
+                self._returned[f"agent_{name.replace('/', '_')}"].append(value)
+
     def _send(self, prompts: Batch) -> None:
         self._finished, line = False, self._sampler.episodes
         line.append(lambda: self._begin(prompts))
@@ -273,6 +296,7 @@ class EpisodeGeneration(Generation):
         part = bodies.EpisodePart.of(message)
         if part.kind == "samples":
             self.relay.forget(message.tensors["id_B"].tolist())
+            self._note_returned(message.batch, part.episodes)
             self._grade(self._with_versions(message.batch), part.episodes)
             return
         if message.tensors:

@@ -74,9 +74,10 @@ def last_message(messages):
 
 async def forgets(task, client):
     """Ask up to three times, each time without what was said before; the row says how often, and the reward."""
-    for turn in range(1 + task["number"] % 3):
+    reward = task["number"] % 3
+    for turn in range(1 + reward):
         await client.chat([*task["messages"], {"role": "user", "content": str(turn)}])
-    return float(task["number"] % 3)
+    return {"reward": reward, "asked/for": reward + 1} if reward else 0
 '''
 # Most characters end a turn, so that a model with random weights has several.
 STOP = json.dumps(

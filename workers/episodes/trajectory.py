@@ -112,6 +112,7 @@ class Trajectory:
         """Return the episode as JSON, for rewards and people."""
         return {
             **self.metrics,
+            "metrics": self.metrics,
             "messages": self.messages,
             "stop": self.stop,
             "reward": self.reward,

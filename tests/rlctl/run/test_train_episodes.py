@@ -149,6 +149,8 @@ def test_a_rollout_of_several_samples_counts_once(tmp_path: Path) -> None:
     assert line["reward/mean"] == line["reward/term_0"] == (0 + 1 + 2 + 0) / 4
     assert line["episode/stop_completed"] == 1
     assert line["eval/heldout/reward_mean"] == (2 + 0 + 1 + 2) / 4
+    assert line["reward/agent_asked_for"] == (2 + 3) / 2, "the mean of what agents returned, where they did"
+    assert line["eval/heldout/agent_asked_for"] == (3 + 2 + 3) / 3
     assert line["rollout/tokens"] == pytest.approx(16 * line["rollout/length_mean"])
 
 
