@@ -34,7 +34,6 @@ METRICS: tuple[Metric, ...] = (
             "step": "Number of the step, from 1 on; 0 is the evaluation before the first.",
             "reward/mean": "Mean score of the step's graded completions, each term times its weight.",
             "reward/std": "Standard deviation of the same scores.",
-            "reward/silent_groups [share]": "Groups whose graded completions all score the same: they teach nothing.",
             "perf/micro_batches": "Micro-batches of all ranks in the step's updates.",
             "perf/micro_batch_tokens_max [tokens]": "The largest of them.",
             "perf/tokens_per_s [tokens/s]": "Tokens of prompts and completions, by `time/step_s`.",
@@ -44,6 +43,12 @@ METRICS: tuple[Metric, ...] = (
             "rollout/repeated [share]": "Completions that are the same, token by token, as another of their group.",
             "rollout/tokens [tokens]": "Of all completions that are learned from.",
         },
+    ),
+    Metric(
+        name="reward/silent_groups",
+        unit="share",
+        meaning="Groups whose graded completions all score the same: they teach nothing.",
+        when="the algorithm learns nothing from equal scores of a group",
     ),
     Metric(
         name="reward/lone_groups",
@@ -95,10 +100,11 @@ def collect(
     synced: SyncReport | None,
     times: Mapping[str, float],
     min_group: int = 1,
+    equal_is_silent: bool = True,
 ) -> dict[str, Any]:
     """The step's metrics, ready to be written. Each rollout counts once, with the tokens of all its samples. `losses`:
     of each role that is in `updates`. `synced` None: the rollout keeps the weights that it has. `times`: what
-    the clock says of the step. `min_group`: the rollouts that the advantage needs to compare any."""
+    the clock says of the step. `min_group`, `equal_is_silent`: of the advantage."""
     rollouts = Rollouts.of(batch["rollout_B"])
     tokens_R = rollouts.sums(batch.sum_by_sequence("loss_mask_T"))
     reward_R, thrown = scored.by_rollout(batch["rollout_B"]), scored.thrown
@@ -110,7 +116,7 @@ def collect(
         "step": step,
         "reward/mean": float(reward_R.mean(dtype=np.float64)),
         "reward/std": float(reward_R.std(dtype=np.float64)),
-        "reward/silent_groups": silent,
+        **({"reward/silent_groups": silent} if equal_is_silent else {}),
         **({"reward/lone_groups": int((graded.rollouts_G < min_group).sum())} if min_group > 1 else {}),
         **{f"reward/{name}": value for name, value in scored.terms.items()},
         **(thrown.metrics() if thrown else {}),

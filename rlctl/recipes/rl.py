@@ -119,8 +119,9 @@ class Rl(Driver):
         self, step: int, batch: Batch, scored: Scored, updates: Updates, synced: SyncReport | None
     ) -> StepRecord:
         """Return the outcome of the step. Warn of what went wrong in it without ending the run."""
-        least, times = self.spec.algorithm.advantage.min_group, self.clock.metrics()
-        metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, times, least)
+        advantage, times = self.spec.algorithm.advantage, self.clock.metrics()
+        compared = (advantage.min_group, advantage.equal_is_silent)
+        metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, times, *compared)
         metrics |= explained(batch, scored) | correction.diagnostics(batch) | self.correction_metrics
         rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
         metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)

@@ -54,6 +54,7 @@ def test_four_steps_are_two_and_two(four, tmp_path):
     assert learned(copy) == learned(run)
     assert {"mem/critic_offloaded_GiB", "mem/critic_onloaded_GiB", "mem/actor_onloaded_GiB"} <= metrics(copy)[-1].keys()
     assert len(learned(copy)) == 4
+    assert "reward/silent_groups" not in metrics(run)[-1], "equal scores teach a critic's actor too"
     assert saved(copy, 4) == saved(run, 4)
     assert {name.split("/")[0] for name in saved(run, 4)} == {"actor", "critic"}
 
