@@ -43,7 +43,8 @@ MESSAGES = {
     "too_short": "needs {min_length} or more entries",
     "too_long": "takes at most {max_length} entries",
 }
-PATTERNS = {
+PATTERNS = {  # by the pattern, or by the key
+    "^[A-Za-z0-9_-]+$": "letters, digits, dashes and underscores",
     "name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
     **dict.fromkeys(("path", "agent", "reward", "advantage_function", "loss_function"), "the form file.py:name"),
 }
@@ -73,7 +74,8 @@ def _problems(error: ErrorDetails, raw: dict[str, Any]) -> list[Problem]:
         message = f"must be {TYPES[kind]}, not {TYPE_NAMES.get(type(given), 'a date or time')}"
         hint = _write_it(path, given, TYPES[kind], raw)
     elif kind == "string_pattern_mismatch":
-        message = f"must be {PATTERNS.get(str(path[-1])) or context['pattern']}"
+        pattern = context["pattern"]
+        message = f"must be {PATTERNS.get(pattern) or PATTERNS.get(str(path[-1])) or pattern}"
     else:
         message = MESSAGES[kind].format(**context) if kind in MESSAGES else error["msg"]
     return [Problem(dotted(path), message, hint or _default_or_meaning(path, raw), show(given))]
