@@ -274,7 +274,6 @@ def render() -> str:
     for name, tables in sections.items():
         if name == "reward":
             page.roles()
-        page.lines += [f'<a id="{name}"></a>', ""]
         if name == "algorithm":
             page.algorithm()
         else:
