@@ -64,6 +64,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     as_built_check.check_same_start(reports, run.starting_weights)
     as_built_check.write(reports, run.as_built, way)
     progress.message(as_built_check.table(spec, reports))
+    progress.phase("build", DATA)
     opened = DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0])
     progress.message(_data_line(opened, spec))
     _check_rows_fit(opened, spec)

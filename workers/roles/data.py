@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
 from specs.wire import bodies
@@ -34,6 +35,7 @@ class Data:
         """Read and tokenise all data. Raises DataError naming the file and row."""
         assert self._config is not None, "build comes first"
         assert self._codec is not None
+        activity.describe(activity.verb(), "row", counted=False)
         if self._config.rows is not None:
             self._rows = open_rows(self._config, self._codec)
             return self._rows.report(), {}

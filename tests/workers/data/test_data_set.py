@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import specs
+from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from specs.errors import DataError
 from specs.schema.eval_sets import EvalSection
@@ -85,6 +86,13 @@ def test_jsonl_keeps_columns_and_skips_blank_lines(tmp_path: Path, codec: TextCo
     assert table.rows[0]["extra"] == [1, {"a": None}]
     assert [codec.decode([table.prompt_ids(i)])[0] for i in range(2)] == ["one", "zwei"] == table.prompts
     assert [where.rsplit(":", 1)[1] for where in table.wheres] == ["1", "3"]
+
+
+def test_rows_are_counted_as_they_are_read(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"prompt": "p"}] * 3)
+    before = activity.total("row")
+    table_of(tmp_path, codec)
+    assert activity.total("row") == before + 3
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
