@@ -48,7 +48,9 @@ def does_not_fit(spec: Spec, place: Place) -> Problem:
         f"the largest part is {part.name} of {role}, {size(part.nbytes)}"
     )
     key, hint = f"{role}.engine.kind", "use more GPUs, a smaller model, or an engine that shards or offloads more"
-    if ROLES[role].samples:
+    if part.context:
+        key, hint = f"{role}.processes", "start fewer processes, or take a host with more memory"
+    elif ROLES[role].samples:
         hint = "lower what its engine takes for sequences and their cache, or data.max_response_tokens"
     elif part.avoided_by:
         hint = f"{role}.engine.{part.avoided_by} does without that part, with more traffic; else {hint}"

@@ -45,6 +45,16 @@ def test_the_largest_part_is_named(
     assert f"the largest part is {largest}, " in problem.message
 
 
+def test_a_host_that_processes_fill_by_themselves_wants_fewer_of_them(tmp_path: Path) -> None:
+    """No cache makes room where Python and its libraries are the largest part."""
+    spec = spec_of(tmp_path, "quickstart", "rollout.processes=8")
+    (place,) = plan_memory(spec, tmp_path, gpu_GiB=0, host_GiB=2).places
+    problem = does_not_fit(spec, place)
+    assert problem.key == "rollout.processes"
+    assert "the largest part is process and libraries of rollout, 0.6 GiB" in problem.message
+    assert problem.hint.startswith("start fewer processes, or take a host with more memory")
+
+
 def test_shapes_alone_are_an_error_and_estimates_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(tmp_path, "quickstart", "rollout.engine.max_sequences=64")
     found = {}
