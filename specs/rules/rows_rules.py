@@ -9,7 +9,7 @@ from specs.schema.objectives import Kto, Mixture, Objective, Preference, Unit
 from specs.schema.recipes import PreferenceSpec, RowsSpec, TextSpec
 from specs.schema.rewards import reads_answer
 from specs.schema.rows import RowSet, RowsSection
-from specs.schema.sections import is_hub_data
+from specs.schema.sections import is_hub_data, same_source
 from specs.schema.table import no_effect
 from specs.text import show
 
@@ -43,6 +43,12 @@ def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
         source = spec.eval.data or next(iter(data.named.values()))
         held_out = "eval.data is empty, so the rows are those that are held out"
         yield no_effect("eval.split", held_out if is_hub_data(source) else f"{show(source)} is not a hub data set")
+    if data.sets and spec.eval is not None and not spec.eval.data:
+        first, *others = data.sources
+        for number, one in enumerate(others, 1):
+            if same_source(one.path, first.path) and (one.split == first.split or not is_hub_data(one.path)):
+                why = f"the last {spec.eval.rows} rows of data.sets.0 are held out for [eval], and learned here"
+                yield Problem(f"data.sets.{number}.path", why, "name other rows in eval.data", show(one.path))
     if isinstance(spec.objective, Kto) and data.rows_per_step < 2:
         why = "kto estimates the KL with completions of other rows of a step"
         yield Problem("data.rows_per_step", why, "use 2 or more")

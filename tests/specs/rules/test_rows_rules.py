@@ -14,6 +14,7 @@ from specs.load.load import spec_from
 RUN = {"run": {"recipe": "preference", "name": "x", "steps": 2}, "model": {"path": "builtin:tiny-digits"}}
 DATA = {"train": "pairs.jsonl", "rows_per_step": 4, "max_tokens": 32}
 DPO = {"kind": "dpo"}
+EVAL = {"eval": {"every": 1}}
 EXACT = {"kind": "exact_match"}
 KEEPS_NONE = {"desirable_weight": 0.0, "undesirable_weight": 0.0}
 
@@ -42,6 +43,17 @@ GENERATED = generated()
         (
             {"data": {**DATA, "train": "", "sets": [{"path": "a/b", "split": "x"}, {"path": "a.jsonl", "split": "x"}]}},
             {"data.sets.1.split": "is not a hub data set"},
+        ),
+        (
+            {"data": {**DATA, "train": "", "sets": [{"path": "a.jsonl"}, {"path": "./a.jsonl"}]}, **EVAL},
+            {"data.sets.1.path": "are held out for"},
+        ),
+        (
+            {
+                "data": {**DATA, "train": "", "sets": [{"path": "a/b"}, {"path": "a/b", "split": "x"}]},
+                "eval": {"every": 1},
+            },
+            {},
         ),
         ({"actor": {"processes": 8, "launcher": "torchrun"}}, {"actor.processes": "data.rows_per_step = 4 leaves"}),
         ({"actor": {"micro_batch_tokens": 16}}, {"actor.micro_batch_tokens": "data.max_tokens = 32"}),
