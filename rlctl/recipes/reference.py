@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from specs.errors import ChannelError
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -126,8 +127,11 @@ class PrecomputedReference(Reference):
         part.replace(self.path)
 
     def _read(self) -> dict[bytes, NDArray[np.float32]]:
-        """Return what the file has; nothing where it does not say what its values are of."""
-        found = decode(self.path.read_bytes()) if self.path.is_file() else {}
+        """Return what the file has; nothing where it was torn or does not say what its values are of."""
+        try:
+            found = decode(self.path.read_bytes())
+        except (FileNotFoundError, ChannelError):
+            return {}
         if "digest" not in found:
             return {}
         pieces = np.split(found["logprob"], np.cumsum(found["length"])[:-1])
