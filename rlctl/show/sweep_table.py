@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.show import eval_keys
+from rlctl.show.charts import drawable
 from rlctl.show.metrics_file import last_values, read_metrics
 from rlctl.show.report_compare import final
 from rlctl.show.screen import Screen, redraws
@@ -60,7 +61,7 @@ def outcome(run_dir: Path) -> Outcome:
     metrics = last_values(records)
     evaluations = _evaluations(metrics)
     shown = eval_keys.headline(records)
-    score = metrics[evaluations[0]] if evaluations else final(records, shown.key)
+    score = drawable(metrics[evaluations[0]]) if evaluations else final(records, shown.key)
     metric = evaluations[0].rpartition("/")[2] if evaluations else shown.metric
     falls = any(each.falls for each in eval_keys.HEADLINES if each.metric == metric)
     return Outcome(records[-1]["step"] if records else 0, score, metrics, shown, falls)

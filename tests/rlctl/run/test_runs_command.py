@@ -52,6 +52,13 @@ def test_each_run_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (first["run"], first["step"], first["steps"], first["reward"]) == ("a", 9, 9, 0.9)
 
 
+def test_a_run_with_a_list_for_its_reward_takes_no_other_line_along(tmp_path: Path, capsys) -> None:
+    run_in(tmp_path / "a", 9, "done")
+    (run_in(tmp_path / "b", 0) / "metrics.jsonl").write_text('{"step": 1, "eval/heldout/reward_mean": [1, 2]}\n')
+    assert runs(tmp_path) == 0
+    assert [line.split()[3:5] for line in capsys.readouterr().out.splitlines()[1:]] == [["9/9", "0.900"], ["1/9", "–"]]
+
+
 def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no runs"):
         runs(tmp_path)
