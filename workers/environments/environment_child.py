@@ -2,7 +2,7 @@
 
 JSON lines over a socket: first what there is (`{"mode": ..., "tools": ...}`) or `{"error": ..., "hint": ...}`, then a
 line for each request, or `{"failed": text}` where the episode cannot continue, each with the number `n` of the request.
-While an agent runs, its requests to the sampler, `{"chat": ...}`, go the other way.
+While an agent runs, its requests to the sampler, `{"chat": ...}`, go the other way, and which of them it has given up.
 """
 
 from __future__ import annotations
@@ -97,7 +97,11 @@ class AgentClient:
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
         self._pipe.send({"chat": number, "messages": messages, "max_tokens": max_tokens})
-        reply = await answer
+        try:
+            reply = await answer
+        except asyncio.CancelledError:  # of an agent that waits no longer
+            self._pipe.send({"chat": number, "given_up": True})
+            raise
         if "error" in reply:
             raise RefusedTurn(reply["error"])
         return dict(reply["message"])

@@ -196,7 +196,7 @@ class Environment:
         function, `exit_code` and `output` of a program. `chat` answers requests of the former; where it raises, the
         agent gets a RuntimeError, and if that ends the agent, it is raised here. There is no limit of time."""
         failures: list[Exception] = []
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: dict[int, asyncio.Task[None]] = {}
 
         async def answer(request: Mapping[str, Any]) -> None:
             try:
@@ -212,9 +212,12 @@ class Environment:
             self._process.request({"do": "run", "task": dict(task), "variables": dict(variables), "folder": folder})
             try:
                 while "chat" in (message := await self._process.receive()):
-                    tasks.add(asyncio.create_task(answer(message)))
+                    if message.get("given_up"):
+                        tasks[message["chat"]].cancel()
+                    else:
+                        tasks[message["chat"]] = asyncio.create_task(answer(message))
             finally:
-                for each in tasks:
+                for each in tasks.values():
                     each.cancel()
             if "failed" in message:
                 raise failures[0] if message["refused"] else EnvironmentLost("crash", message["failed"])

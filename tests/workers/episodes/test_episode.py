@@ -142,6 +142,14 @@ CODE = '''
         except RuntimeError as error:
             return {"reward": 0.5, "told": "max_turns" in str(error)}
 
+    async def waits_no_longer(task, client):
+        """Give up the first turn, which is drawn all the same."""
+        try:
+            await asyncio.wait_for(client.chat(task["messages"]), 0.1)
+        except TimeoutError:
+            await client.chat([{"role": "user", "content": "again"}])
+        await asyncio.sleep(1.0)
+
     async def stumbles(task, client):
         """Cope with a limit, and fail of something else."""
         try:
@@ -155,7 +163,7 @@ CODE = '''
     async def sends(task, client):
         await client.chat(**task["request"])
 
-    ALL = (appends, counts, forgets, by_turns, at_once, votes, copes, stumbles, sends)
+    ALL = (appends, counts, forgets, by_turns, at_once, votes, copes, waits_no_longer, stumbles, sends)
     AGENTS = {each.__name__: each for each in ALL}
 
     async def agent(task, client):
@@ -546,6 +554,13 @@ def test_an_agent_may_ask_for_less(stage: Stage) -> None:
 def test_an_agent_that_copes_with_a_limit(stage: Stage) -> None:
     found = stage.play("agent", ["a" + END] * 3, {"does": "copes"}, max_turns=2)
     assert (found.stop, found.turns, found.reward, found.metrics) == ("max_turns", 2, 0.5, {"told": 1.0})
+
+
+def test_a_turn_that_an_agent_has_given_up_is_not_learned_from(stage: Stage) -> None:
+    script = Script(stage.codec, ["first" + END, "second" + END], wait_s=0.5)
+    found = stage.runner.run(stage.episode("agent", script, {"does": "waits_no_longer"}, learn_from="all"))
+    assert (found.stop, found.turns) == ("completed", 2)
+    assert [stage.written(sample) for sample in found.samples] == ["", f"second{END}"]
 
 
 def test_an_agent_that_copes_with_a_limit_and_then_fails_is_lost(stage: Stage) -> None:
