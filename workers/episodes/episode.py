@@ -118,7 +118,7 @@ class Episode:
         drawn = await self.draw(self.task, number, sample, asked)
         turn = chat.read(drawn.tokens, finished=drawn.finished)
         cut_off = not drawn.finished and asked == limit
-        malformed = bool(turn.error) and not cut_off
+        malformed = bool(turn.error) and drawn.finished  # a limit may stand in the middle of a call
         found.parse_errors += malformed
         sample.add_turn(drawn, learn=not (malformed and self.section.on_parse_error == "mask"))
         if not cut_off:

@@ -300,3 +300,14 @@ def test_a_turn_that_a_stop_string_ends_is_whole() -> None:
             assert served.written(sample) == "One.Tw"
 
     asyncio.run(test())
+
+
+def test_a_call_that_the_clients_own_limit_truncates_is_not_malformed() -> None:
+    async def test() -> None:
+        async with serving([call(city="Rome")], on_parse_error="mask") as served:
+            turn = served.episode.ask(WIRE.read({"messages": [asked(TASK)], "tools": [WEATHER], "max_tokens": 30}))
+            assert (await turn.reply).finish == "length"
+            assert served.episode.trajectory.parse_errors == 0
+            assert served.written(served.samples[0]) == served.text(served.samples[0].tokens[-30:])
+
+    asyncio.run(test())
