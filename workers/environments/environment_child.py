@@ -253,6 +253,9 @@ class Session:
 
     def _run(self, task: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         _seed_generators(task.get("seed"))
+        direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+        if "127.0.0.1" not in direct:  # where the gateway is; other addresses keep their proxy
+            variables = {**variables, "no_proxy": f"{direct},127.0.0.1".lstrip(",")}
         os.environ.update(variables)
         assert self._loaded.agent is not None
         client = AgentClient(self._pipe, self._loop)

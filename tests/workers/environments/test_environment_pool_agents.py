@@ -24,6 +24,10 @@ CODE = """
     async def gives_up(task, client):
         await client.chat([])
 
+    async def bypasses(task, client):
+        from urllib.request import proxy_bypass
+        return {host: proxy_bypass(host) for host in ("127.0.0.1", "a.here", "elsewhere")}
+
     async def raises(task, client):
         raise KeyError("task")
 
@@ -38,8 +42,8 @@ CODE = """
 """
 
 
-def agent_pool(folder: Path, name: str) -> EnvironmentPool:
-    return make_pool(folder, agent=f"{written(folder, CODE)}:{name}", processes=1)
+def agent_pool(folder: Path, name: str, **env: str) -> EnvironmentPool:
+    return make_pool(folder, agent=f"{written(folder, CODE)}:{name}", processes=1, env=env)
 
 
 async def answers(_: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,6 +61,19 @@ def test_an_object_is_an_agent_too(tmp_path: Path) -> None:
     run(pool, test)
     with pytest.raises(RewardError, match="Agent is not async"):
         run(agent_pool(tmp_path, "Agent"), test)
+
+
+def test_no_proxy_stands_before_the_gateway(tmp_path: Path) -> None:
+    pool = agent_pool(tmp_path, "bypasses", http_proxy="http://127.0.0.1:9", NO_PROXY=".here")
+
+    async def test(_: Described) -> None:
+        for _ in range(2):
+            environment = await pool.open()
+            metrics = (await environment.run_agent({}, answers))["metrics"]
+            assert metrics == {"127.0.0.1": 1.0, "a.here": 1.0, "elsewhere": 0.0}
+            await environment.close()
+
+    run(pool, test)
 
 
 @pytest.mark.parametrize(
