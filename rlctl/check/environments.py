@@ -90,8 +90,9 @@ def try_environments(
                 kind += [new] if new not in kind else []
             section = sections[reply["key"]]
             found.append(TriedEnvironment(name=", ".join(section.sources), **reply))
-            if reply.get("mode") == "text" and "max_tool_calls" in section.model_fields_set:
-                errors.append(no_effect(f"{reply['key']}.max_tool_calls", "it replies to text, and no tool is called"))
+            of_tools = section.model_fields_set & {"max_tool_calls", "on_parse_error"}
+            for name in sorted(of_tools) if reply.get("mode") == "text" else ():
+                errors.append(no_effect(f"{reply['key']}.{name}", "it replies to text, and no tool is called"))
     return with_values(spec, errors), with_values(spec, warnings), found
 
 

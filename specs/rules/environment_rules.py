@@ -32,6 +32,8 @@ def environment_problems(spec: RlSpec) -> Iterator[Problem]:
         yield Problem("data.environment_column", f"missing: there are {len(spec.environments)} environments", hint)
     elif len(spec.environments) < 2 and column:
         yield no_effect("data.environment_column", "there is one environment, or none")
+    if len(spec.environments) == 1 and "name" in spec.environments[0].model_fields_set:
+        yield no_effect(f"{next(iter(spec.environments_by_key))}.name", "there is one environment: no row chooses it")
     if spec.environments and data.chat == "never":
         message = "an environment's turns are written by the chat template"
         yield Problem("data.chat", message, "remove the key")

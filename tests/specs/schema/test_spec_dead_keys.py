@@ -48,6 +48,7 @@ AT_RUN_TIME = {
 # Keys that only ever take one value, repeat what others say, or permit what they ask for: any other is refused.
 ONE_VALUE = {"schema", "run.recipe", "actor.engine.shard"}
 ONE_VALUE |= {"rollout.engine.tensor_parallel", "rollout.allow_pickle_between_nodes"}
+ONE_VALUE |= {"environment.name"}  # of one environment, as here; of several no two may have the same
 
 # Values where the next one of the type would not do.
 OTHER: dict[str, Any] = {
