@@ -56,8 +56,8 @@ class ModelSection(Table):
 
     path: NonEmptyPath
     """Folder (relative to the spec file), hub id, one of the tiny random models that ship with rlctl
-    (`builtin:tiny-digits`, `builtin:mini-digits`, `builtin:tiny-bytes`), or a run, whose newest checkpoint is taken:
-    `runs/warm`, or `runs/warm@120`."""
+    (`builtin:tiny-digits`, `builtin:mini-digits`, `builtin:tiny-bytes`, and with a chat template `builtin:tiny-chat`),
+    or a run, whose newest checkpoint is taken: `runs/warm`, or `runs/warm@120`."""
     attn_implementation: Attention = "auto"
     """Attention of every role. `auto` is the best that works: flash_attention_2 on a GPU that has the package, else
     sdpa, else eager. Anything else is used as asked or refused; a `kernels-community` name is code that
@@ -73,8 +73,8 @@ class DataSection(Table):
 
     train: NonEmptyPath
     """`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it has several
-    (`openai/gsm8k:main`); or `builtin:sort-digits`; or a data set of the package reasoning-gym, with its options
-    (`reasoning-gym:chain_sum?size=2000&seed=7&max_terms=4`)."""
+    (`openai/gsm8k:main`); or `builtin:sort-digits`, `builtin:products` or `builtin:guesses`; or a data set of
+    the package reasoning-gym, with its options (`reasoning-gym:chain_sum?size=2000&seed=7&max_terms=4`)."""
     split: NonEmpty = "train"
     """Split to read; only for a hub dataset id."""
     prompt_column: NonEmpty = "prompt"
