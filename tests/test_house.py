@@ -51,27 +51,27 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_212,
+        6_247,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (5_132, 4_300, ("specs/schema",)),
-    "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_669, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_357, 2_000, ("rlctl/show",)),
-    "run": (3_103, 2_200, ("rlctl/run",)),
-    "grading": (1_600, 1_400, ("workers/grading",)),
+    "schema": (5_138, 4_300, ("specs/schema",)),
+    "memory": (1_113, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
+    "processes": (4_681, 3_500, ("rlctl/processes", "workers/*.py")),
+    "show": (2_360, 2_000, ("rlctl/show",)),
+    "run": (3_149, 2_200, ("rlctl/run",)),
+    "grading": (1_606, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        3_830,
+        3_903,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_364, 15_000, ("backends",)),
-    "four packages": (59_348, 50_000, WINGS),
+    "engines, packing, weights": (16_376, 15_000, ("backends",)),
+    "four packages": (59_588, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (45_633, 38_000, ("tests",)),
-    "docs": (4_042, 3_500, ("docs",)),
+    "tests with their cases": (46_153, 38_000, ("tests",)),
+    "docs": (3_984, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
