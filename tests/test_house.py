@@ -71,7 +71,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "four packages": (59_588, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
     "tests with their cases": (46_153, 38_000, ("tests",)),
-    "docs": (3_984, 3_500, ("docs",)),
+    "docs": (3_985, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
