@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from datetime import datetime, tzinfo
 from typing import Any
 
 MAX_CHARACTERS = 1 << 24  # of a rendered conversation
@@ -53,11 +54,13 @@ def main() -> None:
 
 def _with_library(setup: Mapping[str, Any]) -> Render:
     """Render as `apply_chat_template` of transformers does, which leaves out what is None in a message."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
+
+    vars(chat_template_utils)["datetime"] = _clock(setup)  # what `strftime_now` asks; in this process alone
 
     def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        rendered: Any = render_jinja_template(
+        rendered: Any = chat_template_utils.render_jinja_template(
             conversations=[given],
             chat_template=setup[_name(tools)],
             add_generation_prompt=begins_answer,
@@ -69,14 +72,23 @@ def _with_library(setup: Mapping[str, Any]) -> Render:
     return render
 
 
+def _clock(setup: Mapping[str, Any]) -> type[datetime]:
+    """Return the class whose `now` is the day that `today` names, if it names one."""
+
+    class Day(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Day:
+            return cls.fromisoformat(setup["today"])
+
+    return Day if setup["today"] else datetime
+
+
 def _name(tools: list[Any] | None) -> str:
     return "template" if tools is None else "tool_template"
 
 
 def _with_jinja(setup: Mapping[str, Any]) -> Render:
     """Render as transformers does, as far as jinja2 alone can."""
-    from datetime import datetime
-
     from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -94,7 +106,8 @@ def _with_jinja(setup: Mapping[str, Any]) -> Render:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    clock = _clock(setup)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: clock.now().strftime(form)}
     templates = {name: environment.from_string(setup[name]) for name in (_name(None), _name([]))}
 
     def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:

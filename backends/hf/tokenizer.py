@@ -19,10 +19,10 @@ _CLASS_WITHOUT_TORCH = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 
 
 class TextCodec:
-    """A tokenizer, reduced to what prompts and rewards need."""
+    """A tokenizer, reduced to what prompts and rewards need. `today`: for its chat template, empty: the day it is."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
-        self.tokenizer, self.model_path = tokenizer, model_path
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_path: str, today: str = "") -> None:
+        self.tokenizer, self.model_path, self.today = tokenizer, model_path, today
 
     @property
     def has_chat_template(self) -> bool:
@@ -92,7 +92,7 @@ class TextCodec:
         )
 
 
-def load_codec(model_path: str, *, trust_remote_code: bool = False) -> TextCodec:
+def load_codec(model_path: str, *, trust_remote_code: bool = False, today: str = "") -> TextCodec:
     """Load the tokenizer of a model folder or hub id. Raises ModelError when there is none or it is broken."""
     name = _class_without_torch(model_path)
     try:
@@ -109,7 +109,7 @@ def load_codec(model_path: str, *, trust_remote_code: bool = False) -> TextCodec
         raise _no_tokenizer(model_path, error) from error
     if len(loaded) <= len(loaded.added_tokens_decoder):  # transformers makes an empty one where there are no files
         raise _no_tokenizer(model_path, ValueError("it has no vocabulary"))
-    return TextCodec(loaded, model_path)
+    return TextCodec(loaded, model_path, today)
 
 
 def _class_without_torch(model_path: str) -> str | None:

@@ -12,6 +12,7 @@ from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
 from specs.schema.roles import DATA, HEADS_OF_FILES, REWARD, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.wire.role_config import (
+    TEXT_CONFIGS,
     DataConfig,
     ModelConfig,
     RewardConfig,
@@ -27,8 +28,8 @@ def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:
     return {role: str(resolve_model(spec.model_path(role), spec_dir)) for role in spec.roles}
 
 
-def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName, dict[str, Any]]:
-    """Return the body of the `build` verb for every role of the run."""
+def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path, today: str = "") -> Mapping[RoleName, dict[str, Any]]:
+    """Return the body of the `build` verb for every role of the run. `today`: as chat templates write it."""
     paths = model_paths(spec, spec_dir)
     configs: dict[RoleName, TrainConfig | RolloutConfig | DataConfig | RewardConfig] = {
         DATA: DataConfig.of(spec, paths[DATA], spec_dir)
@@ -36,7 +37,8 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
     if (sampling := sampling_of(spec)) is not None:
         configs |= {REWARD: _reward(sampling, paths, spec_dir, run_dir), ROLLOUT: _rollout(sampling, paths[ROLLOUT])}
     configs |= {role: _trainer(spec, role, paths[role]) for role in spec.roles if ROLES[role].is_trainer}
-    return {role: config.model_dump(mode="json") for role, config in configs.items()}
+    days = {role: {"today": today} if role in TEXT_CONFIGS else {} for role in configs}
+    return {role: config.model_dump(mode="json") | days[role] for role, config in configs.items()}
 
 
 def _reward(spec: SamplingSpec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: Path) -> RewardConfig:

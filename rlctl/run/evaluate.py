@@ -27,6 +27,7 @@ from rlctl.run.run_exports import export_missing, with_run_exports
 from rlctl.run.startup import start
 from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
+from rlctl.show.journal import first_day
 from rlctl.show.metrics_file import MetricsWriter, append_samples
 from rlctl.show.progress import EvalProgress
 from rlctl.show.screen import Screen, progress_screen
@@ -96,7 +97,7 @@ def evaluate(
         with explained_disk_errors(run.path), EvalProgress(Path(what).name, total, shown) as progress, journaled(run):
             for warning in warnings:
                 progress.warning(str(warning))
-            record = _measure(run, plan, checkpoint, progress)
+            record = _measure(run, plan, checkpoint, progress, first_day(run_dir or run.path))
             with MetricsWriter(run.metrics) as metrics:
                 metrics.write({"step": done, **record.metrics})
             append_samples(run.evaluations, done, record.samples)
@@ -143,7 +144,7 @@ def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:
     return next(folder / one for one in names if not (folder / one).exists())
 
 
-def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: EvalProgress) -> StepRecord:
+def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: EvalProgress, today: str) -> StepRecord:
     done = checkpoint.step if checkpoint else 0
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(progress.message))
@@ -156,7 +157,7 @@ def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: E
         progress.phase("build")
         groups = stack.enter_context(open_groups(run, plan, tick))
         progress.follow(groups.moving)
-        driver = start(run, plan, groups, UpdateWindow(), progress)
+        driver = start(run, plan, groups, UpdateWindow(), progress, today)
         if checkpoint is not None:
             check_same_base(run.spec, run.as_built, checkpoint)
             lead = run.spec.lead

@@ -37,9 +37,9 @@ Bodies = Mapping[RoleName, dict[str, Any]]  # the request of each role's `build`
 Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
 
 
-def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progress: Progress) -> Driver:
-    """Start every process, build every model, and refuse to continue if one is not what the spec says. Raises
-    RoleFailure and AsBuiltError."""
+def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progress: Progress, today: str = "") -> Driver:
+    """Start every process, build every model, and refuse to continue if one is not what the spec says. `today`: as chat
+    templates write it; empty: the day it is. Raises RoleFailure and AsBuiltError."""
     spec, spec_dir = run.spec, run.spec_dir
     sampling = sampling_of(spec)
     transport = plan_transport(sampling, spec_dir, run.path, plan) if sampling is not None else None
@@ -53,7 +53,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     for policy in policies.values():
         begin_with_fewer(groups, policy)
     groups.start(spec.roles)
-    bodies = build_bodies(spec, spec_dir, run.path)
+    bodies = build_bodies(spec, spec_dir, run.path, today)
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
     devices = {role: spec.gpus(role) for role in spec.roles}
     level = sleep_level(sampling) if sampling is not None else SLEEP_LEVEL

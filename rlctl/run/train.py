@@ -27,6 +27,7 @@ from rlctl.run.run_exports import checked, export_missing
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
 from rlctl.show.eval_keys import PREFIX, headline
+from rlctl.show.journal import first_day
 from rlctl.show.metrics_file import MetricsWriter, append_samples, last_values, read_metrics, truncate_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
@@ -181,7 +182,7 @@ def attempt(run: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> Non
             open_trackers(run.spec, run.path, resume=resume, say=say, warn=warn, at_once=at_once)
         )
         try:
-            driver = start(run, plan, groups, window, progress)
+            driver = start(run, plan, groups, window, progress, first_day(run.path))
             run.add_downloaded()
             saver = Saver(run, plan, groups, progress)
             if checkpoint is not None:

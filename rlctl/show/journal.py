@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def read_journal(run_dir: Path) -> list[dict[str, Any]]:
         return [line for line in lines if all(isinstance(line.get(key, kind()), kind) for key, kind in TAKEN.items())]
     except RunDirError:
         return []
+
+
+def first_day(run_dir: Path) -> str:
+    """Return the day on which a run began, as 2026-01-31: chat templates that write today's write that one throughout.
+    A new run begins today."""
+    times = (line.get("time") for line in read_journal(run_dir))
+    began = next((when for when in times if isinstance(when, int | float)), time.time())
+    return date.fromtimestamp(began).isoformat()
 
 
 def last_attempt(journal: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

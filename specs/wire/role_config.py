@@ -75,6 +75,7 @@ class TextConfig(Table):
     model_path: str
     trust_remote_code: bool
     spec_dir: str
+    today: str = ""  # for chat templates that write it, as 2026-01-31; empty: the day it is
 
 
 class RowsConfig(Table):

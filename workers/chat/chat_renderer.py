@@ -31,17 +31,25 @@ class ChatRenderer:
     """A chat template in its process, which starts with the first conversation. Use as a context manager.
 
     `library`: render as transformers does, for a run. Without it jinja2 alone is imported, for a quick check.
-    `tool_template`: the one for conversations with tools, where that is another.
+    `tool_template`: the one for conversations with tools, where that is another. `today`: the day that a template
+    writes, as 2026-01-31; empty: the day it is.
     """
 
     def __init__(
-        self, template: str, special_tokens: Mapping[str, Any], *, library: bool, tool_template: str = ""
+        self,
+        template: str,
+        special_tokens: Mapping[str, Any],
+        *,
+        library: bool,
+        tool_template: str = "",
+        today: str = "",
     ) -> None:
         self._setup = {
             "template": template,
             "tool_template": tool_template or template,
             "special_tokens": dict(special_tokens),
             "library": library,
+            "today": today,
             "seconds": RENDER_S,
             "memory_MiB": MEMORY_MIB,
         }
@@ -120,4 +128,4 @@ class ChatRenderer:
 def renderer_of(codec: TextCodec) -> ChatRenderer:
     """Return the renderer of a tokenizer's own template. Raises ModelError where it has none to use."""
     names, with_tools = codec.tokenizer.special_tokens_map, codec.chat_template(tools=True)
-    return ChatRenderer(codec.chat_template(), names, library=True, tool_template=with_tools)
+    return ChatRenderer(codec.chat_template(), names, library=True, tool_template=with_tools, today=codec.today)

@@ -37,7 +37,7 @@ class ScoreTexts:
         """`actor`: whose prompts are scored. Raises ModelError where there is no tokenizer, or no chat template for
         conversations."""
         self.config = config
-        self.codec = load_codec(config.path, trust_remote_code=config.trust_remote_code)
+        self.codec = load_codec(config.path, trust_remote_code=config.trust_remote_code, today=actor.today)
         self._chats = renderer_of(self.codec) if self.codec.has_chat_template else None
         self._pad = pad_token_of(config.path, trust_remote_code=config.trust_remote_code)
         if config.chat != "never" and actor.has_chat_template and not self.codec.has_chat_template:

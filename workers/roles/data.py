@@ -28,7 +28,7 @@ class Data:
     def build(self, call: Request[DataConfig], emit: Emit) -> Reply:
         """Load the tokenizer. Raises ModelError."""
         config = self._config = call.body
-        self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
+        self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code, today=config.today)
         return as_built(config.role, self.rank, engine="prompts", device="cpu", model=None).model_dump(), {}
 
     def open_data(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:

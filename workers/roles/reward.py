@@ -78,7 +78,8 @@ class Reward:
         judges = {number: term for number, term in terms.items() if isinstance(term, Judge)}
         if judges and not whose:
             self._judges = JudgePanel(judges, setting, Path(config.run_dir))
-        self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)  # they start meanwhile
+        trusted, today = config.trust_remote_code, config.today
+        self._codec = load_codec(config.model_path, trust_remote_code=trusted, today=today)  # they start meanwhile
         if config.score_text is not None and not whose:
             self._score_texts = ScoreTexts(config.score_text, self._codec)
         if config.environments:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from running import (
 from tracker_packages.told import told
 from warm import PATCHES
 
+from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.show.journal import read_journal
 from rlctl.show.metrics_file import read_samples
 
@@ -150,6 +152,24 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     assert {path.name for path in (halves / "checkpoints").iterdir()} == kept
     assert (halves / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     assert "done: 6 steps" in finish("train", whole, "--resume", *settings("run.steps=2")).stdout
+
+
+def test_a_template_that_writes_todays_day_writes_that_of_the_runs_first(spec, tmp_path):
+    """Else a resume, and each turn of an episode, would have other prompts on another day."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(BUILTIN_FOLDER / "tiny-chat", model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ strftime_now('%Y') }}" + config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    options = settings(f'model.path="{model}"', "data.max_prompt_tokens=40")
+    finish("train", spec, "--run-dir", run, *options, *settings("run.steps=2"))
+    first, *others = (run / "journal.jsonl").read_text().splitlines()
+    began = json.dumps({**json.loads(first), "time": 981_200_000.0})  # in February 2001
+    (run / "journal.jsonl").write_text("\n".join([began, *others, ""]))
+    finish("train", run, "--resume", *options, *settings("run.steps=3"))
+    years = {sample["step"]: sample["prompt"][:4] for sample in read_samples(run / "samples.jsonl")}
+    assert years[2] == time.strftime("%Y")
+    assert years[3] == "2001"
 
 
 # ── what can die ──────────────────────────────────────────────────────────────────────────────────

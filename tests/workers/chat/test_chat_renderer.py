@@ -43,6 +43,12 @@ def test_rendered_as_transformers_renders_it(library: bool) -> None:
         assert chats.render(ASKED).endswith("<assistant>"), "a refusal ends nothing"
 
 
+@pytest.mark.parametrize("library", [False, True])
+def test_today_is_the_day_that_is_named(library: bool) -> None:
+    with ChatRenderer("{{ strftime_now('%d %b %Y') }}", {}, library=library, today="2001-02-03") as chats:
+        assert chats.render(ASKED) == "03 Feb 2001"
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [
