@@ -118,9 +118,10 @@ class Gateway:
             self._open[key] = self._stranger()
         if (episode := self._open.get(key)) is None:
             return _refusal(wire, 401, "the key opens no episode, or one that is over")
-        if path == "models" and request.method == "GET":
-            only = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "rlctl", "type": "model"}
-            return _json({"object": "list", "data": [only], "has_more": False})
+        listed, _, named = path.partition("/")
+        if listed == "models" and request.method == "GET":  # every name is taken
+            only = {"id": named or MODEL_NAME, "object": "model", "created": 0, "owned_by": "rlctl", "type": "model"}
+            return _json(only if named else {"object": "list", "data": [only], "has_more": False})
         if path not in WIRES and path != "messages/count_tokens":
             return _refusal(wire, 404, f"there is no /v1/{path}; there are {', '.join(WIRES)} and models")
         if request.method != "POST":

@@ -94,6 +94,7 @@ def test_limits_of_the_client() -> None:
             assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("abc", "length")
             models = await client(served).models.list()
             assert [model.id for model in models.data] == ["rlctl"]
+            assert (await client(served).models.retrieve("org/name")).id == "org/name"
 
     asyncio.run(test())
 
