@@ -51,7 +51,7 @@ def test_a_body_is_refused_by_name(verb: Verb, body: dict[str, Any], wrong: dict
 def test_numbers_of_rows_arrive_as_they_are() -> None:
     values = {"big": 2**70, "most": float("inf"), "none": float("nan"), "nested": [{"x": None}]}
     row = bodies.Row(where="x.jsonl:1", prompt="", values=values)
-    sent = bodies.Score(what="train", samples=0, rows={"0": row}).model_dump(mode="json")
+    sent = bodies.Score(what="train", samples=[], rows={"0": row}).model_dump(mode="json")
     found = bodies.read(bodies.Score, parse(Message(Kind.CALL, sent, Verb.SCORE, 1).frames()))
     assert repr(found.rows["0"].values) == repr(values), "as a reward function gets them"
 
