@@ -48,11 +48,11 @@ class Hosts:
     def join(self, host: str, gpus: int = 0) -> None:
         """Make a host a node of the cluster; the first one becomes its head."""
         number = self.names.index(host) + 1
-        head = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        head = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--no-monitor"]
         role = head if number == 1 else [f"--address={self.ray_address}"]
         options = [f"--node-ip-address=10.77.0.{number}", "--num-cpus=4", f"--num-gpus={gpus}"]
         ray = str(Path(sys.executable).with_name("ray"))
-        command = [ray, "start", *role, *options, "--disable-usage-stats"]
+        command = [ray, "start", *role, *options, "--disable-usage-stats", "--include-log-monitor=false"]
         subprocess.run(["ip", "netns", "exec", host, *command], check=True, capture_output=True)
 
     def leave(self, host: str) -> None:
