@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop.rollouts import Rollouts, first_valid
+from rlctl.loop.rollouts import first_valid
 from rlctl.loop.scores.graders import HOME, Graders, Grading
 from rlctl.loop.scores.term_scores import TermScores, add_up, of_environments, of_judges
 from rlctl.processes.calls import RanksFailed
@@ -162,7 +162,7 @@ class Generation:
         self.prompts, self.step = prompts, step
         self._sampler, self._sampling, self._what = sampler, sampling, what
         places = np.linspace(0, len(prompts.batch) - 1, min(show, len(prompts.batch))).astype(int)
-        self._shown = prompts.batch["rollout_B"][places]  # not those that end first, which are the shortest
+        self._shown = set(prompts.batch["rollout_B"][places].tolist())  # not what ends first, which is the shortest
         self._on_arrival = on_arrival
         self.sent_at = 0.0
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
@@ -208,12 +208,12 @@ class Generation:
         def post(verb: Verb, body: bodies.Body) -> Call:
             return sampler.reward.post(verb, body, tensors=columns, step=self.step, ranks=[HOME])
 
-        shown = batch["id_B"]
+        shown = batch["id_B"].tolist()
         if self._what != "eval":
-            first_R = Rollouts.of(batch["rollout_B"]).first_R
-            shown = shown[first_R][np.isin(batch["rollout_B"][first_R], self._shown)]
+            pairs = zip(batch["rollout_B"].tolist()[::-1], shown[::-1], strict=True)  # the first of a rollout counts
+            shown = list({rollout: id_ for rollout, id_ in pairs if rollout in self._shown}.values())
         judging = post(Verb.JUDGE, bodies.SendToJudges(what=self._what, rows=rows)) if sampler.judged else None
-        request = bodies.Score(what=self._what, samples=shown.tolist(), rows=rows, episodes=dict(episodes))
+        request = bodies.Score(what=self._what, samples=shown, rows=rows, episodes=dict(episodes))
         grading = sampler.graders.grade(request, columns, self.step)
         rendering = post(Verb.RENDER, bodies.Render(what=self._what, rows=rows)) if sampler.score_model else None
         self._parts.append(SampledPart(batch, grading, judging, rendering))

@@ -208,8 +208,10 @@ class GraderPool:
 
 def too_large(label: str, value: float) -> Grade | None:
     """Return why a value of a term is none; None where it is one."""
+    if not abs(value) > MAX_SCORE:
+        return None
     text = f"{label}{value:g}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
-    return Grade(cause="bad_values", text=text) if abs(value) > MAX_SCORE else None
+    return Grade(cause="bad_values", text=text)
 
 
 def _grade_of(message: Mapping[str, Any], labels: Sequence[str]) -> Grade:
