@@ -423,7 +423,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str] | None) -> int:
-
     try:
         return int(app(arguments, prog_name="rlctl", standalone_mode=False) or 0)
     except RlctlError as error:

@@ -62,7 +62,7 @@ def _with_library(setup: Mapping[str, Any]) -> Render:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
         rendered: Any = chat_template_utils.render_jinja_template(
             conversations=[given],
-            chat_template=setup[_name(tools)],
+            chat_template=setup["templates"][tools is not None],
             add_generation_prompt=begins_answer,
             tools=tools,
             **setup["special_tokens"],
@@ -81,10 +81,6 @@ def _clock(setup: Mapping[str, Any]) -> type[datetime]:
             return cls.fromisoformat(setup["today"])
 
     return Day if setup["today"] else datetime
-
-
-def _name(tools: list[Any] | None) -> str:
-    return "template" if tools is None else "tool_template"
 
 
 def _with_jinja(setup: Mapping[str, Any]) -> Render:
@@ -108,11 +104,11 @@ def _with_jinja(setup: Mapping[str, Any]) -> Render:
     environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
     clock = _clock(setup)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: clock.now().strftime(form)}
-    templates = {name: environment.from_string(setup[name]) for name in (_name(None), _name([]))}
+    compiled = {text: environment.from_string(text) for text in setup["templates"]}  # once, where both are the same
 
     def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        return templates[_name(tools)].render(
+        return compiled[setup["templates"][tools is not None]].render(
             messages=given,
             tools=tools,
             documents=None,

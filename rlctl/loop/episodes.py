@@ -10,10 +10,10 @@ drawn at once, in whatever slot is free.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,22 +241,23 @@ class EpisodeGeneration(Generation):
     _running = 0  # calls
     _finished = False
 
-    def start(self) -> None:
-        self._returned: dict[str, list[float]] = defaultdict(list)  # by agents, by name
-        super().start()
-
     def finish(self) -> Drawn:
         drawn = super().finish()
-        means = {name: float(np.mean(sorted(values))) for name, values in self._returned.items()}
-        return replace(drawn, scored=replace(drawn.scored, counts={**drawn.scored.counts, **means}))
+        counts = {**drawn.scored.counts, **self._agents_metrics()}
+        return replace(drawn, scored=replace(drawn.scored, counts=counts))
 
-    def _note_returned(self, batch: Batch, episodes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keep what agents returned, of each rollout once; greedy ones are no part of means."""
-        prompts, first_R = self.prompts.batch, Rollouts.of(batch["rollout_B"]).first_R
+    def _agents_metrics(self) -> dict[str, float]:
+        """Return the means of what agents returned, of each rollout once; greedy ones are no part of them."""
+        prompts, returned = self.prompts.batch, defaultdict[str, list[float]](list)
         greedy = set(prompts["rollout_B"][prompts["greedy_B"] != 0].tolist()) if "greedy_B" in prompts else set()
-        for id_, rollout in zip(batch["id_B"][first_R].tolist(), batch["rollout_B"][first_R].tolist(), strict=True):
-            for name, value in episodes[str(id_)]["metrics"].items() if rollout not in greedy else ():
-                self._returned[f"agent_{name.replace('/', '_')}"].append(value)
+        for part in self._parts:
+            rollout_B, id_B = part.batch["rollout_B"], part.batch["id_B"]
+            first_R = Rollouts.of(rollout_B).first_R
+            for id_, rollout in zip(id_B[first_R].tolist(), rollout_B[first_R].tolist(), strict=True):
+                for name, value in part.grading.request.episodes[str(id_)]["metrics"].items():
+                    if rollout not in greedy:
+                        returned[f"agent_{name.replace('/', '_')}"].append(value)
+        return {name: float(np.mean(sorted(values))) for name, values in returned.items()}
 
     def _send(self, prompts: Batch) -> None:
         self._finished, line = False, self._sampler.episodes
@@ -296,7 +297,6 @@ class EpisodeGeneration(Generation):
         part = bodies.EpisodePart.of(message)
         if part.kind == "samples":
             self.relay.forget(message.tensors["id_B"].tolist())
-            self._note_returned(message.batch, part.episodes)
             self._grade(self._with_versions(message.batch), part.episodes)
             return
         if message.tensors:

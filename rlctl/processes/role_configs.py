@@ -37,8 +37,8 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path, today: str = "") -> 
     if (sampling := sampling_of(spec)) is not None:
         configs |= {REWARD: _reward(sampling, paths, spec_dir, run_dir), ROLLOUT: _rollout(sampling, paths[ROLLOUT])}
     configs |= {role: _trainer(spec, role, paths[role]) for role in spec.roles if ROLES[role].is_trainer}
-    days = {role: {"today": today} if role in TEXT_CONFIGS else {} for role in configs}
-    return {role: config.model_dump(mode="json") | days[role] for role, config in configs.items()}
+    bodies = {role: config.model_dump(mode="json") for role, config in configs.items()}
+    return {role: body | {"today": today} if role in TEXT_CONFIGS else body for role, body in bodies.items()}
 
 
 def _reward(spec: SamplingSpec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: Path) -> RewardConfig:

@@ -45,8 +45,7 @@ class ChatRenderer:
         today: str = "",
     ) -> None:
         self._setup = {
-            "template": template,
-            "tool_template": tool_template or template,
+            "templates": [template, tool_template or template],  # without tools, and with
             "special_tokens": dict(special_tokens),
             "library": library,
             "today": today,
