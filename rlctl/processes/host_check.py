@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,8 +18,8 @@ from rlctl.processes.remote_check import Questions
 from rlctl.processes.shells import Cluster
 from specs.errors import Problem, SpecError
 
-CHECK_TIMEOUT_S = 30.0
 _LOOK_S = 0.02
+_SAID_S = 10.0  # until it is said which hosts have not answered
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class RemoteHost:
         return (self.python, "-m", "rlctl.processes.remote_check", json.dumps(asdict(own)))
 
 
-def check_hosts(hosts: Sequence[RemoteHost], cluster: Cluster, questions: Questions) -> None:
-    """Raise SpecError with what keeps hosts from their part, all checked at once for at most CHECK_TIMEOUT_S."""
+def check_hosts(
+    hosts: Sequence[RemoteHost], cluster: Cluster, questions: Questions, within_s: float, say: Callable[[str], None]
+) -> None:
+    """Raise SpecError with what keeps hosts from their part, all checked at once for at most `within_s` seconds. `say`
+    is told which of them are slow."""
     with ExitStack() as stack:
         doors = [stack.enter_context(_door(questions.address, port)) for port in questions.ports]
         questions = replace(questions, ports=[door.getsockname()[1] for door in doors])
@@ -52,16 +55,21 @@ def check_hosts(hosts: Sequence[RemoteHost], cluster: Cluster, questions: Questi
             shell = cluster.shell(host.number, sorted(host.devices), base_environment(), log_path)
             script = remote_script(env, host.check(questions))
             checks.append((host, NodeConnection(host.name, shell, script, log_path)))
-        deadline = time.monotonic() + CHECK_TIMEOUT_S
-        while any(check.shell.poll() is None for _, check in checks) and time.monotonic() < deadline:
+        started, said = time.monotonic(), False
+        while (slow := [host.name for host, check in checks if check.shell.poll() is None]) and (
+            time.monotonic() < started + within_s
+        ):
+            if not said and time.monotonic() > started + _SAID_S:
+                said = True
+                say(f"waiting for an answer of {', '.join(slow)}")
             time.sleep(_LOOK_S)
             for _, check in checks:
                 check.receive()
-        if problems := [problem for host, check in checks if (problem := _problem(host, check))]:
+        if problems := [problem for host, check in checks if (problem := _problem(host, check, within_s))]:
             raise SpecError(problems)
 
 
-def _problem(host: RemoteHost, check: NodeConnection) -> Problem | None:
+def _problem(host: RemoteHost, check: NodeConnection, within_s: float) -> Problem | None:
     """Return what was found; of a host that has not answered, that. End the shell."""
     code = check.shell.poll()
     if code is None:
@@ -69,9 +77,11 @@ def _problem(host: RemoteHost, check: NodeConnection) -> Problem | None:
     check.close()
     if check.checked:
         return check.problem
-    why = f"no answer within {CHECK_TIMEOUT_S:g} s" if code is None else f"exit code {code}"
+    why = f"no answer within {within_s:g} s" if code is None else f"exit code {code}"
     last = tail(check.log_path, 1).strip()
     hint = f"{host.python} must exist there, with rlctl's folder and {os.getcwd()}, as on this host"
+    if code is None:
+        hint = "raise run.start_timeout_s if it is only slow"
     reason = f"{why}: {last}" if last else why
     return Problem("cluster", f"host {host.name} cannot be used: {reason}", hint, host.name)
 

@@ -35,14 +35,16 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
         return make_plan(spec, spec_dir)
     cluster = _cluster(spec)
     try:
-        cluster.reserve(partial(print, file=sys.stderr, flush=True))
+        say = partial(print, file=sys.stderr, flush=True)
+        cluster.reserve(say)
         plan = make_plan(spec, spec_dir, address=cluster.address, names=cluster.names)
         hosts = remote_hosts(spec, plan, spec_dir, cluster.names)
         questions = _questions(spec, spec_dir, plan)
         with _marked(_written_to(spec, spec_dir, run_dir)) as files:
             ports = [0, *(role.meeting.port for role in plan.roles if role.meeting.port is not None)]
             now = replace(questions, shared=files, ports=ports)
-            check_hosts([host for host in hosts if host.name not in cluster.pending], cluster, now)
+            there = [host for host in hosts if host.name not in cluster.pending]
+            check_hosts(there, cluster, now, spec.run.start_timeout_s, say)
     except BaseException:
         cluster.close()
         raise

@@ -35,7 +35,7 @@ class RunSection(Table):
     """Whether trainers and rollouts take turns on their devices (offload and sleep between phases). `auto`: when
     they name the same GPU. `always` also works on CPU, where it saves host memory."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Seconds a role may take to start and build its model."""
+    """Seconds a host may take to answer its check, and a role to start and build its model."""
     verb_timeout_s: float = Field(1800.0, gt=0)
     """Seconds any single request to a role may take."""
     stall_timeout_s: float = Field(600.0, gt=0)

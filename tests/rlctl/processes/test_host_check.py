@@ -14,7 +14,7 @@ from local_hosts import LocalHosts
 from small_spec import raw_spec
 
 from rlctl import __version__
-from rlctl.processes import remote_check
+from rlctl.processes import host_check, remote_check
 from rlctl.processes.host_check import RemoteHost, check_hosts
 from rlctl.processes.hosts import host_needs, may_begin_without, on_fewer_nodes, remote_hosts
 from rlctl.processes.placement import make_plan
@@ -29,8 +29,10 @@ FAR = RemoteHost(1, "b", sys.executable, str(package_root()))
 PLAIN = Questions("127.0.0.1", ports=[0], host="b")
 
 
-def check(host: RemoteHost, *shell: str) -> None:
-    check_hosts([host], LocalHosts("b", **({"b": shell} if shell else {})), PLAIN)
+def check(host: RemoteHost, *shell: str, within_s: float = 300.0) -> list[str]:
+    said: list[str] = []
+    check_hosts([host], LocalHosts("b", **({"b": shell} if shell else {})), PLAIN, within_s, said.append)
+    return said
 
 
 def test_a_host_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +43,17 @@ def test_a_host_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
         check(replace(FAR, python="/nowhere/bin/python"))
     with pytest.raises(SpecError, match=r"rewards\.py is not on host b, or another file than here"):
         check(replace(FAR, files={"/nowhere/rewards.py": "checksum"}))
+    with pytest.raises(SpecError, match=r"(?s)no answer within 0\.1 s.*raise run\.start_timeout_s"):
+        check(FAR, "sh", "-c", "sleep 60", within_s=0.1)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SpecError, match=r"cluster\.kind.*srun cannot be started"):
         check(FAR, "srun")
+
+
+def test_a_host_that_is_slow_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy node, or a first import from a shared file system, takes longer than half a minute."""
+    monkeypatch.setattr(host_check, "_SAID_S", 0.3)
+    assert check(FAR, "sh", "-c", "sleep 1; exec sh") == ["waiting for an answer of b"]
 
 
 @pytest.mark.parametrize(
