@@ -27,6 +27,7 @@ from specs.packages import package_root
 
 _ANSWER_S = 30.0
 _DIAL_S = 5.0
+_LOOK_S = 0.1
 _QUEUED_S = 2.0  # until it is said that a run waits for room
 _OPTIONAL_S = 2.0  # for hosts that a run can begin without
 _LOCAL = ("127.", "localhost")
@@ -182,7 +183,7 @@ class RayCluster:
             elsewhere = {"ray.io/node-id": f"!in({','.join(taken)})"}
             alone = placement_group([self._bundle(number)], bundle_label_selector=[elsewhere])
             self._groups[number] = (alone, 0)
-            if alone.wait(max(0.1, until - time.monotonic())):
+            if _placed(alone, until - time.monotonic()):
                 taken.append(self._node_of(number))
             else:
                 missing.append(number)
@@ -225,7 +226,7 @@ class RayCluster:
 
     def _wait_for(self, group: Any, others: Sequence[int], say: Callable[[str], None]) -> None:
         since, said = time.monotonic(), False
-        while not group.wait(0.5):
+        while not _placed(group, 0.5):
             self._check_size()
             if not said and time.monotonic() - since > _QUEUED_S:
                 said = True
@@ -274,6 +275,19 @@ class RayCluster:
     def close(self) -> None:
         if self._ray is not None:
             self._ray.shutdown()
+
+
+def _placed(group: Any, within_s: float) -> bool:
+    """Return whether Ray places a group within so many seconds. Its own `wait` knows whole seconds only, and leaves a
+    request at the head each time."""
+    from ray.util.placement_group import placement_group_table
+
+    until = time.monotonic() + within_s
+    while placement_group_table(group)["state"] != "CREATED":
+        if time.monotonic() > until:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def _with_gpus(nodes: Sequence[Mapping[str, float]], gpus: int) -> list[Mapping[str, float]]:

@@ -312,6 +312,7 @@ def test_a_run_waits_for_room_and_a_host_is_checked_before_its_ranks_start(hosts
     assert process.stdout is not None
     queued = next(line for line in process.stdout if "queued" in line)
     assert "Ray has no room yet for 1 more hosts (a CPU)" in queued
+    assert psutil.Process(process.pid).cpu_percent(interval=2) < 50  # it waits, maybe for hours
     holds.stdin.close()
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 2, output
