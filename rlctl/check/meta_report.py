@@ -12,8 +12,9 @@ from rlctl.models.expected import Expected
 from rlctl.models.hardware import has_nvidia_driver
 from specs.errors import NotHere, Problem
 from specs.rules.all_rules import with_values
-from specs.schema.roles import ROLLOUT, RoleName
+from specs.schema.roles import DATA, ROLLOUT, RoleName
 from specs.schema.spec import Spec
+from specs.text import show
 from specs.wire.meta_request import Probed
 
 if TYPE_CHECKING:
@@ -44,9 +45,17 @@ def probe_problems(spec: Spec, probe: ProbeFindings) -> tuple[list[Problem], lis
         for finding in found.findings:
             problem = Problem(finding.key, finding.message, finding.hint, finding.value)
             (errors if finding.refuses else warnings).append(problem)
-    if ROLLOUT in probe.found and probe.found[ROLLOUT].ends == ():
+    ends = probe.found[ROLLOUT].ends if ROLLOUT in probe.found else None
+    answer_end = probe.found[DATA].answer_end if DATA in probe.found else None
+    if ends == ():
         message = "no token ends a completion: each has data.max_response_tokens tokens"
         warnings.append(Problem("model.path", message, "put eos_token_id into its generation_config.json"))
+    elif ends is not None and answer_end is not None and answer_end[0] not in ends:
+        text = show(answer_end[1])
+        message = (
+            f"the chat template ends an answer with {text}, and that ends no completion: the model writes on behind it"
+        )
+        warnings.append(Problem("rollout.stop", message, f"add {text} to rollout.stop"))
     return with_values(spec, errors), with_values(spec, warnings)
 
 

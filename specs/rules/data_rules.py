@@ -21,6 +21,9 @@ def data_problems(spec: RlSpec) -> Iterator[Problem]:
         yield no_effect("data.split", f"{show(data.train)} is not a hub data set")
     if data.system and data.chat == "never":
         yield no_effect("data.system", 'data.chat is "never"')
+    if "tools_column" in given and (spec.environments or data.chat == "never"):
+        why = "the environments' tools are shown" if spec.environments else 'data.chat is "never"'
+        yield no_effect("data.tools_column", why)
     if "answer_column" in given and not reads_answer(spec.reward.terms):
         yield no_effect("data.answer_column", "no term of reward.terms compares with it")
     if data.template and "prompt_column" in given:

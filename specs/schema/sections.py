@@ -101,6 +101,8 @@ class DataSection(Table):
     """Draw rows in a new random order each epoch (from `run.seed`)."""
     max_rows: int | None = Field(None, gt=0)
     """Read only that many rows."""
+    tools_column: NonEmpty = "tools"
+    """Column with the tools that the chat template shows the model, where rows have it and no environment is there."""
     environment_column: str = ""
     """Column that names the row's environment, where the spec has several."""
 

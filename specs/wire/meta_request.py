@@ -31,6 +31,7 @@ class Probed(Table):
     not_seen: tuple[str, ...] = ()  # fields of `model` that only a real start can show
     tokens: int | None = None  # of the tokenizer, for a role that holds one instead of a model
     ends: tuple[int, ...] | None = None  # tokens that end a completion, of a role that samples
+    answer_end: tuple[int, str] | None = None  # token with which the chat template ends an answer, of the data role
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
     error: str = ""

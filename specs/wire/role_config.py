@@ -104,6 +104,7 @@ class DataConfig(TextConfig):
     answer_column: str = ""
     needs_answer: bool = False  # a row without `answer_column` is a bad one
     needs_columns: tuple[str, ...] = ()  # what else every row must have, for scoring
+    tools_column: str = ""  # with what the chat template shows; empty: an environment's tools are
     environments: tuple[str, ...] = ()  # of which every row must name one, where there are several
     tells_messages: bool = False  # whether rows travel with the conversation that their prompt was made from
     row_columns: tuple[str, ...] | None = None  # what scoring reads of a row; None: all of it
@@ -130,6 +131,9 @@ class DataConfig(TextConfig):
                 "needs_answer": compares_answer(terms),
                 "needs_columns": judged,
                 "environments": [one.name for one in sampling.environments] if len(sampling.environments) > 1 else (),
+                "tools_column": spec.data.tools_column
+                if isinstance(spec, RlSpec) and not sampling.environments
+                else "",
                 "tells_messages": sampling.needs_reward_model or bool(sampling.environments),
                 "row_columns": None
                 if reads_whole_rows(terms) or sampling.environments

@@ -92,6 +92,12 @@ class ChatTurns:
 
     # ── what episodes use ─────────────────────────────────────────────────────────────────────────
 
+    @property
+    def answer_end(self) -> tuple[int, str]:
+        """Return the token with which the template ends an answer, and its text."""
+        end = self._style("user").end
+        return end, self._text([end])
+
     def keeps(self, replies: Sequence[Message]) -> bool:
         """Return whether everything before these replies stays as it was."""
         return all(self._style(reply["role"]).keeps_history for reply in replies)

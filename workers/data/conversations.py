@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,18 @@ def _is_text(content: Any) -> bool:
     return all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
     )
+
+
+def tools_of(values: Mapping[str, Any], column: str) -> list[Any] | None:
+    """Return the tools of a row: a list, or one as JSON, which is how tables of columns hold it."""
+    value = values.get(column)
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise BadRow(f"column {column!r} is no JSON: {error}") from None
+    if not isinstance(value, list | None):
+        raise BadRow(f"column {column!r} must be a list of tools")
+    return value
 
 
 def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: int = 0) -> list[int]:

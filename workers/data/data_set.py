@@ -303,7 +303,7 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
 
 
 def _opened_data(config: DataConfig, data: DataSection, codec: TextCodec, chats: ChatRenderer | None) -> RunData:
-    reader = RowReader(data, config.needs_answer, config.needs_columns, config.environments, chat=chats is not None)
+    reader = RowReader.of(config, chat=chats is not None)
 
     def table(source: str, split: str, max_rows: int | None) -> PromptTable:
         rows = read_rows(source, split=split, base=Path(config.spec_dir), max_rows=max_rows)

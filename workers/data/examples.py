@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from workers.data.conversations import (
     mask_of,
     plain,
     rendered,
+    tools_of,
 )
 from workers.data.row_source import DataRow, DroppedRows
 from workers.joined_text import TextTokens, begun, ended, joined, without_padding
@@ -394,7 +394,7 @@ class ExampleReader:
         return messages
 
     def _tools(self, values: Mapping[str, Any]) -> list[Any] | None:
-        return _tools(values.get(self.source.tools_column), self.source.tools_column)
+        return tools_of(values, self.source.tools_column)
 
     def _located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a text and the characters of each, with the blanks that some tokenizers leave out."""
@@ -417,17 +417,6 @@ class ExampleReader:
 def _messages(value: Any, column: str, role: str) -> list[Message]:
     """Return a column's messages; of text one message of `role`."""
     return [{"role": role, "content": value}] if isinstance(value, str) and value else checked_messages(value, column)
-
-
-def _tools(value: Any, column: str) -> list[Any] | None:
-    """Return the tools of a row: a list, or one as JSON, which is how tables of columns hold it."""
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise BadRow(f"column {column!r} is no JSON: {error}") from None
-    if not isinstance(value, list | None):
-        raise BadRow(f"column {column!r} must be a list of tools")
-    return value
 
 
 def _whole_conversations(chosen: Any, rejected: Any) -> bool:

@@ -41,7 +41,7 @@ def first_findings(config: DataConfig, codec: PromptCodec | None, chats: ChatRen
     assert data is not None, "there are no prompts"
     sources = {TRAIN: data.train, **{f"{one.key}.data": one.data for one in config.evals if one.data}}
     chat = chats is not None if codec is not None else data.chat != "never"
-    reader = RowReader(data, config.needs_answer, config.needs_columns, config.environments, chat=chat)
+    reader = RowReader.of(config, chat=chat)
     for key, source in sources.items():
         if is_hub_data(source):
             continue

@@ -14,13 +14,14 @@ from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
-from workers.data.conversations import BadRow, checked_messages
+from workers.data.conversations import BadRow, checked_messages, tools_of
 from workers.data.row_source import DataRow, DroppedRows
 from workers.joined_text import TextTokens, begun
 
 if TYPE_CHECKING:
     from backends.hf.tokenizer import TextCodec
     from specs.wire.batch import Column
+    from specs.wire.role_config import DataConfig
 
 ENCODE_ROWS = 2048  # rows per call of the tokenizer
 
@@ -114,7 +115,8 @@ def _rendered(
     for row in rows:
         try:
             prompt = reader.prompt(row)
-            text = prompt if isinstance(prompt, str) else _render(prompt, chats)
+            tools = tools_of(row.values, reader.tools_column)
+            text = prompt if isinstance(prompt, str) else _render(prompt, chats, tools)
             if not text:
                 raise BadRow("the prompt is empty")
         except BadRow as error:
@@ -123,10 +125,10 @@ def _rendered(
             yield row, text
 
 
-def _render(messages: Messages, chats: ChatRenderer | None) -> str:
+def _render(messages: Messages, chats: ChatRenderer | None, tools: Sequence[Any] | None) -> str:
     assert chats is not None, "messages are for a chat template"
     try:
-        return chats.render(messages)
+        return chats.render(messages, tools=tools)
     except ChatTemplateError as error:
         raise BadRow(str(error)) from error
 
@@ -146,7 +148,7 @@ def uses_chat(data: DataSection, codec: TextCodec) -> bool:
 class RowReader:
     """Takes the prompt out of a row and checks everything that the run reads of it. `needs_answer`: a reward compares
     with `data.answer_column`; `needs_columns`: what else scoring reads of every row; `environments`: of which each
-    names one."""
+    names one; `tools_column`: what the chat template shows the model."""
 
     def __init__(
         self,
@@ -156,14 +158,23 @@ class RowReader:
         environments: Sequence[str] = (),
         *,
         chat: bool,
+        tools_column: str = "",
     ) -> None:
         self.data, self.chat, self.needs_answer, self.environments = data, chat, needs_answer, environments
+        self.tools_column = tools_column
         self.environment_column = data.environment_column if environments else ""
         columns = template_columns(data.template) if data.template else (data.prompt_column,)
         answer = (data.answer_column,) if needs_answer else ()
         named = (self.environment_column,) if self.environment_column else ()
         self.columns = tuple(dict.fromkeys((*columns, *answer, *needs_columns, *named)))
         self.in_template = template_columns(data.template)
+
+    @staticmethod
+    def of(config: DataConfig, *, chat: bool) -> RowReader:
+        """Return the reader of a run's prompts."""
+        assert config.data is not None, "there are no prompts"
+        needs = (config.needs_answer, config.needs_columns, config.environments)
+        return RowReader(config.data, *needs, chat=chat, tools_column=config.tools_column)
 
     def prompt(self, row: DataRow) -> str | Messages:
         """Return the row's text, or its messages where prompts go through a chat template. Raises BadRow."""

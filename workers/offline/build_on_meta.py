@@ -10,9 +10,9 @@ import os
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
-from typing import TextIO
+from typing import Any, TextIO
 
 from backends.hf.tokenizer import load_codec
 from backends.protocol import Rank
@@ -24,7 +24,8 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest
 from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RolloutConfig, TextConfig, TrainConfig
-from workers.chat.chat_renderer import renderer_of
+from workers.chat.chat_renderer import ChatTemplateError, renderer_of
+from workers.chat.chat_turns import ChatTurns
 from workers.data.first_prompts import first_findings
 from workers.data.prompts import uses_chat
 from workers.watchdog import die_with_parent, set_process_name
@@ -86,7 +87,11 @@ def _texts(role: str, config: TextConfig) -> Probed:
     about = Probed(role=role, tokens=len(codec.tokenizer))
     if isinstance(config, DataConfig) and config.data is not None:
         with renderer_of(codec) if uses_chat(config.data, codec) else nullcontext() as chats:
-            return about.model_copy(update={"findings": tuple(first_findings(config, codec, chats))})
+            found: dict[str, Any] = {"findings": tuple(first_findings(config, codec, chats))}
+            if chats is not None:
+                with suppress(ChatTemplateError, ModelError):  # it ends an answer with no token of its own
+                    found["answer_end"] = ChatTurns(codec, chats).answer_end
+            return about.model_copy(update=found)
     return about
 
 

@@ -34,6 +34,7 @@ def codec() -> TextCodec:
 def chat_codec() -> TextCodec:
     codec = load_codec(str(BUILTIN / "tiny-bytes"))
     codec.tokenizer.chat_template = (
+        "{% for t in tools or [] %}[tool]{{ t['function']['name'] }}{% endfor %}"
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}[go]{% endif %}"
     )
@@ -70,6 +71,7 @@ def run_data(
         "evals": [one.model_dump() for one in held.evaluations] if held else [],
         "needs_answer": needs_answer,
         "row_columns": None,
+        "tools_column": section(**keys).tools_column,
         "seed": 7,
         "spec_dir": str(folder),
     }
@@ -279,6 +281,17 @@ def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
     write_jsonl(tmp_path, [{"prompt": "text"}])
     assert table_of(tmp_path, chat_codec, chat="never").prompts == ["text"]
     assert table_of(tmp_path, chat_codec, template="Say {prompt}").prompts == ["[user]Say text[go]"]
+
+
+def test_tools_of_a_row_are_shown(tmp_path: Path, chat_codec: TextCodec) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"prompt": "a", "tools": [tool]}, {"prompt": "b", "tools": json.dumps([tool])}, {"prompt": "c"}]
+    write_jsonl(tmp_path, rows)
+    assert table_of(tmp_path, chat_codec).prompts == ["[tool]add[user]a[go]", "[tool]add[user]b[go]", "[user]c[go]"]
+    assert table_of(tmp_path, chat_codec, tools_column="other").prompts == ["[user]a[go]", "[user]b[go]", "[user]c[go]"]
+    write_jsonl(tmp_path, [{"prompt": "a", "tools": "add"}])
+    with pytest.raises(DataError, match="column 'tools' is no JSON"):
+        table_of(tmp_path, chat_codec)
 
 
 def test_chat_that_the_tokenizer_cannot_do(tmp_path: Path, codec: TextCodec) -> None:
