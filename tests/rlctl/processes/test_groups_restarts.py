@@ -92,7 +92,8 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
     with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
         rollout, weights = groups["rollout"], None  # which it does not come to
         policy = RestartPolicy("rollout", 1, FailureWarnings(groups, {}, str))
-        recovery = RankRecovery(groups, policy, body={}, built=[], start_timeout_s=60)
+        slow = {"sleep_s": 1.0}  # else it may be there before the driver looks for a Ctrl-C
+        recovery = RankRecovery(groups, policy, body=slow, built=[], start_timeout_s=60)
         recovery.begin()
         sync = SteadySync(Residency(False, [rollout]), weights, recovery)
         with pytest.raises(RanksFailed):
