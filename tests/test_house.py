@@ -62,15 +62,15 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "run": (3_151, 2_200, ("rlctl/run",)),
     "grading": (1_608, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        3_916,
+        3_930,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_385, 15_000, ("backends",)),
-    "four packages": (59_690, 50_000, WINGS),
+    "four packages": (59_704, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (46_231, 38_000, ("tests",)),
+    "tests with their cases": (46_234, 38_000, ("tests",)),
     "docs": (3_988, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

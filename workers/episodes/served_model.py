@@ -33,8 +33,11 @@ from workers.chat.chat_renderer import renderer_of
 from workers.chat.chat_turns import ChatsByTools
 from workers.environments.environment_pool import Described
 from workers.episodes.agent_episode import AgentEpisode
+from workers.episodes.episode import Ended
 from workers.episodes.episode_runner import gateway_for_agents
 from workers.episodes.trajectory import Sample, SampledTurn, Task
+from workers.episodes.turn_tree import TreeTurn
+from workers.gateway.chat_request import ChatReply, RefusedRequest
 from workers.watchdog import die_with_parent
 
 _WRITE_EVERY_S = 10.0
@@ -116,6 +119,17 @@ class SamplerThread:
                 future.set_exception(self._failure)
 
 
+class Conversations(AgentEpisode):
+    """The conversations of a key. No episode ends here: a prompt that is too long is refused as model servers do."""
+
+    async def _reply(self, turn: TreeTurn) -> ChatReply:
+        try:
+            return await super()._reply(turn)
+        except Ended:
+            most = self.section.max_episode_tokens
+            raise RefusedRequest(f"the prompt fills the model's maximum context length of {most} tokens") from None
+
+
 class Served:
     """The conversations of every key."""
 
@@ -128,7 +142,7 @@ class Served:
         self._requests = 0
         self._written = b""
         self.gateway = gateway_for_agents()
-        self.episodes: list[AgentEpisode] = []
+        self.episodes: list[Conversations] = []
         self._section = EnvironmentSection(
             agent="served.py:client",
             max_turns=_UNLIMITED,
@@ -148,12 +162,12 @@ class Served:
         if config.key:
             self.gateway.open(self.conversations(), config.key)
 
-    def conversations(self) -> AgentEpisode:
+    def conversations(self) -> Conversations:
         """Return the conversations of a new key."""
         number = len(self.episodes)
         task = Task(number, number, number, 0, False, 0, [0], {}, (), self._section.name)
         limit = self._config.rollout.max_response_tokens
-        made = AgentEpisode(task, self._section, _AGENT, self._chats, self._draw, limit, self.gateway)
+        made = Conversations(task, self._section, _AGENT, self._chats, self._draw, limit, self.gateway)
         self.episodes.append(made)
         return made
 

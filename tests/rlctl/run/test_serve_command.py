@@ -66,6 +66,9 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
             assert said == greedy(model, [HI])
             more: list[Any] = [HI, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
             client.chat.completions.create(model="any", messages=more, max_tokens=TOKENS)
+            long = {"role": "user", "content": "Hi " * 600}
+            with pytest.raises(openai.BadRequestError, match="maximum context length of 512 tokens"):
+                client.chat.completions.create(model="any", messages=[long])
         with anthropic.Anthropic(base_url=address, api_key="secret", max_retries=0) as other:
             told = other.messages.create(model="any", messages=[{"role": "user", "content": "You?"}], max_tokens=TOKENS)
             assert told.content[0].text == greedy(model, [{"role": "user", "content": "You?"}])  # type: ignore[union-attr]
