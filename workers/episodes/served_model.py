@@ -119,7 +119,7 @@ class SamplerThread:
                 future.set_exception(self._failure)
 
 
-class Conversations(AgentEpisode):
+class ServedEpisode(AgentEpisode):
     """The conversations of a key. No episode ends here: a prompt that is too long is refused as model servers do."""
 
     async def _reply(self, turn: TreeTurn) -> ChatReply:
@@ -142,7 +142,7 @@ class Served:
         self._requests = 0
         self._written = b""
         self.gateway = gateway_for_agents()
-        self.episodes: list[Conversations] = []
+        self.episodes: list[ServedEpisode] = []
         self._section = EnvironmentSection(
             agent="served.py:client",
             max_turns=_UNLIMITED,
@@ -162,12 +162,12 @@ class Served:
         if config.key:
             self.gateway.open(self.conversations(), config.key)
 
-    def conversations(self) -> Conversations:
+    def conversations(self) -> ServedEpisode:
         """Return the conversations of a new key."""
         number = len(self.episodes)
         task = Task(number, number, number, 0, False, 0, [0], {}, (), self._section.name)
         limit = self._config.rollout.max_response_tokens
-        made = Conversations(task, self._section, _AGENT, self._chats, self._draw, limit, self.gateway)
+        made = ServedEpisode(task, self._section, _AGENT, self._chats, self._draw, limit, self.gateway)
         self.episodes.append(made)
         return made
 
