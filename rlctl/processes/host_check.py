@@ -55,13 +55,13 @@ def check_hosts(
             shell = cluster.shell(host.number, sorted(host.devices), base_environment(), log_path)
             script = remote_script(env, host.check(questions))
             checks.append((host, NodeConnection(host.name, shell, script, log_path)))
-        started, said = time.monotonic(), False
-        while (slow := [host.name for host, check in checks if check.shell.poll() is None]) and (
-            time.monotonic() < started + within_s
-        ):
-            if not said and time.monotonic() > started + _SAID_S:
-                said = True
-                say(f"waiting for an answer of {', '.join(slow)}")
+        started, say_after_s = time.monotonic(), _SAID_S
+        while slow := [host.name for host, check in checks if check.shell.poll() is None]:
+            if (waited_s := time.monotonic() - started) > within_s:
+                break
+            if waited_s > say_after_s:
+                say(f"waiting for an answer from {', '.join(slow)}")
+                say_after_s = within_s
             time.sleep(_LOOK_S)
             for _, check in checks:
                 check.receive()
@@ -77,11 +77,11 @@ def _problem(host: RemoteHost, check: NodeConnection, within_s: float) -> Proble
     check.close()
     if check.checked:
         return check.problem
-    why = f"no answer within {within_s:g} s" if code is None else f"exit code {code}"
+    why, hint = f"no answer within {within_s:g} s", "raise run.start_timeout_s if it is only slow"
+    if code is not None:
+        why = f"exit code {code}"
+        hint = f"{host.python} must exist there, with rlctl's folder and {os.getcwd()}, as on this host"
     last = tail(check.log_path, 1).strip()
-    hint = f"{host.python} must exist there, with rlctl's folder and {os.getcwd()}, as on this host"
-    if code is None:
-        hint = "raise run.start_timeout_s if it is only slow"
     reason = f"{why}: {last}" if last else why
     return Problem("cluster", f"host {host.name} cannot be used: {reason}", hint, host.name)
 

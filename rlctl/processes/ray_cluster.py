@@ -316,6 +316,7 @@ def _connect(address: str, say: Callable[[str], None]) -> Any:
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
+        ray._private.worker._worker_logs_enabled = False  # it writes about lost nodes to standard output
     except (OSError, ValueError) as error:  # Ray's ConnectionError among them
         hint = "start one with ray start --head, or name its address (host:port of the head)"
         raise SpecError(

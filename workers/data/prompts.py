@@ -115,8 +115,9 @@ def _rendered(
     for row in rows:
         try:
             prompt = reader.prompt(row)
-            tools = tools_of(row.values, reader.tools_column)
-            text = prompt if isinstance(prompt, str) else _render(prompt, chats, tools)
+            text = (
+                prompt if isinstance(prompt, str) else _render(prompt, chats, tools_of(row.values, reader.tools_column))
+            )
             if not text:
                 raise BadRow("the prompt is empty")
         except BadRow as error:

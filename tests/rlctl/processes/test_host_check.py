@@ -53,7 +53,7 @@ def test_a_host_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_is_slow_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy node, or a first import from a shared file system, takes longer than half a minute."""
     monkeypatch.setattr(host_check, "_SAID_S", 0.3)
-    assert check(FAR, "sh", "-c", "sleep 1; exec sh") == ["waiting for an answer of b"]
+    assert check(FAR, "sh", "-c", "sleep 1; exec sh") == ["waiting for an answer from b"]
 
 
 @pytest.mark.parametrize(

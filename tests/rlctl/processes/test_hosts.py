@@ -150,6 +150,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut
             while "lacks nodes" in resumed:  # Ray has not noticed that they are gone
                 process = train(hosts, run, run, "--resume", "--set", f"run.steps={done + 2}")
                 resumed = process.communicate(timeout=LATE_S)[0]
+                assert "(raylet)" not in resumed, "what Ray says of nodes that are gone"
         finally:
             hosts.join(other)
     assert [[rank["rank"] for rank in built[role]] for role in ("actor", "rollout")] == [[0, 1], [0, 1]]

@@ -292,6 +292,7 @@ def test_tools_of_a_row_are_shown(tmp_path: Path, chat_codec: TextCodec) -> None
     write_jsonl(tmp_path, [{"prompt": "a", "tools": "add"}])
     with pytest.raises(DataError, match="column 'tools' is no JSON"):
         table_of(tmp_path, chat_codec)
+    assert table_of(tmp_path, chat_codec, chat="never").prompts == ["a"], "no template is there to show them"
 
 
 def test_chat_that_the_tokenizer_cannot_do(tmp_path: Path, codec: TextCodec) -> None:
