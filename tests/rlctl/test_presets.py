@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,12 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
     if name in ("agent-cpu", "game-cpu", "tools-cpu"):  # the warm-up's checkpoint
         write_model(tmp_path / spec.model.path, {}, "tiny-chat", {})
+    far = bool(spec.lead_section.devices)
     for section in (spec.role(role) for role in spec.roles if ROLES[role].holds_model):
         if section.python and not Path(section.python).exists():
             pytest.skip(f"scripts/setup-engine {section.engine.kind} makes {section.python}")
-        if section.engine.kind == "zero3":
-            pytest.importorskip("deepspeed")
-    far = bool(spec.lead_section.devices)
+        if not (far or section.python) and not all(map(find_spec, section.engine.packages or ())):
+            pytest.skip(section.engine.where_to_get)
     errors, warnings = file_problems(spec, tmp_path, elsewhere=far)
     assert errors == []
     assert far or warnings == []

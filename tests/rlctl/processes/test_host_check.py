@@ -44,7 +44,7 @@ def test_a_host_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match=r"rewards\.py is not on host b, or another file than here"):
         check(replace(FAR, files={"/nowhere/rewards.py": "checksum"}))
     with pytest.raises(SpecError, match=r"(?s)no answer within 0\.1 s.*raise run\.start_timeout_s"):
-        check(FAR, "sh", "-c", "sleep 60", within_s=0.1)
+        check(FAR, "sh", "-c", "exec sleep 60", within_s=0.1)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SpecError, match=r"cluster\.kind.*srun cannot be started"):
         check(FAR, "srun")
