@@ -73,6 +73,16 @@ def test_order_of_a_step_on_shared_devices():
     assert log == []
 
 
+def test_roles_that_share_a_device_compute_in_turn_and_each_as_early_as_its_order_allows():
+    devices = {"actor": {0, 1}, "ref": {0}, "critic": {1}, "reward_model": {2}}
+    groups = [Recorder(role, []) for role in devices]
+    of_one_host = {role: frozenset((0, device) for device in held) for role, held in devices.items()}
+    turns = Residency(False, groups, devices=of_one_host).turns(groups)
+    assert [[group.role for group in turn] for turn in turns] == [["actor", "reward_model"], ["ref", "critic"]]
+    assert [len(turn) for turn in Residency(True, groups).turns(groups)] == [1, 1, 1, 1]
+    assert [len(turn) for turn in Residency(False, groups).turns(groups)] == [4]
+
+
 def test_every_move_is_measured_by_its_largest_rank():
     residency, _ = make(shared=True)
     assert residency.take_memory() == {}

@@ -38,6 +38,15 @@ def test_ranks_and_updates_of_unequal_size_are_weighed_by_their_tokens():
     assert metrics["mem/actor_peak_GiB"] == 2.5
 
 
+def test_against_the_sampler_the_gap_is_that_of_the_first_update():
+    """Those after it also hold what the step has learned."""
+    updates = [[report(2, 4.0, 0.1, 5.0, 0.2)], [report(2, 2.0, 0.2, 3.0, 0.5)]]
+    gap, entropy = "rollout/logprob_gap_max", "actor/entropy"
+    sampler = update_metrics("actor", PpoClip(anchor="sampler"), updates)
+    assert (sampler[gap], sampler[entropy]) == (0.2, 1.5)
+    assert update_metrics("actor", LOSS, updates)[gap] == 0.5
+
+
 def test_imbalance_is_of_the_rank_with_most_work_in_each_update() -> None:
     def role(*flops_of_updates):
         return [[RankReport({"flops": flops}, STEPPED) for flops in ranks] for ranks in flops_of_updates]
