@@ -296,7 +296,8 @@ class ExampleReader:
 
     def _pair(self, values: Mapping[str, Any]) -> Example:
         source = self.source
-        columns, margin = (source.chosen_column, source.rejected_column), values.get(source.margin_column)
+        columns = (source.chosen_column, source.rejected_column)
+        margin = values.get(source.margin_column) if self.config.of_scores else None  # nothing else reads it
         for column in columns:
             if values.get(column) in (None, "", []):
                 raise BadRow(f"column {column!r} is empty or missing; the row has {', '.join(map(repr, values))}")

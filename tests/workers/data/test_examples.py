@@ -28,11 +28,13 @@ from workers.data.row_source import DataRow
 MODEL = BUILTIN_FOLDER / "tiny-bytes"
 CODEC = load_codec(str(MODEL))
 ASKED, ANSWERED = TALK[:2], TALK[2:3]
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
 def reader_of(unit: Unit = "token", template: str = CHATML, codec: TextCodec = CODEC, **data: Any) -> ExampleReader:
+    of_scores = data.pop("of_scores", False)
     section = RowsSection.model_validate({"train": "x.jsonl", "rows_per_step": 1, "max_tokens": 500, **data})
-    config = RowsConfig(rows=section, eval=None, unit=unit)
+    config = RowsConfig(rows=section, eval=None, unit=unit, of_scores=of_scores)
     return ExampleReader(section.sources[0], config, codec, chats_of(template) if template else None)
 
 
@@ -78,6 +80,10 @@ def test_pairs_of_text(values: Any, seen: str) -> None:
     assert texts(values, "pair") == [[seen, "a<eos>"], [seen, "b<eos>"]]
 
 
+def test_a_margin_is_a_reward_models_alone() -> None:
+    assert texts({**PAIR, "margin": "large"}, "pair") == [["q", "a<eos>"], ["q", "b<eos>"]]
+
+
 def test_a_blank_goes_with_the_word_where_completions_part() -> None:
     found = texts({"chosen": "Q: is it so? yes it is", "rejected": "Q: is it so? yet no"}, "pair")
     assert found == [["Q: is it so?", " yes it is<eos>"], ["Q: is it so?", " yet no<eos>"]]
@@ -107,8 +113,8 @@ def test_pairs_of_whole_conversations(more: dict[str, str]) -> None:
         ("token", {"messages": TALK, "tools": "add"}, {}, "column 'tools' is no JSON"),
         ("pair", {"prompt": "q", "chosen": "a"}, {}, "column 'rejected' is empty or missing"),
         ("pair", {"chosen": "a", "rejected": "b"}, {}, "no common beginning as a prompt"),
-        ("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "2"}, {}, "'margin' is no number"),
-        ("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("nan")}, {}, "is not finite"),
+        ("pair", {**PAIR, "margin": "2"}, {"of_scores": True}, "'margin' is no number"),
+        ("pair", {**PAIR, "margin": float("nan")}, {"of_scores": True}, "is not finite"),
         ("sequence", {"prompt": "q", "completion": "a", "label": 1}, {}, "column 'label' must be true or false"),
     ],
 )
