@@ -63,6 +63,7 @@ GENERATED = generated()
         ({"objective": {"kind": "simpo"}, "ref": {}}, {"ref": "has no effect"}),
         ({"data": {**DATA, "label_column": "x"}}, {"data.label_column": "no row of dpo is read from it"}),
         ({"objective": {"kind": "kto"}, "data": {**DATA, "label_column": "x"}}, {}),
+        ({"objective": {"kind": "kto"}, "eval": {"every": 1, "rows": 1}}, {"eval.rows": "of other rows"}),
         ({"objective": {"kind": "kto", **KEEPS_NONE}}, {"objective.desirable_weight": "nothing would be learned"}),
         ({"objective": {**DPO, "precompute_ref": True}, "ref": {}}, {"ref": "the actor itself is the reference"}),
         (
