@@ -82,6 +82,7 @@ class Row(Body):
     prompt: str
     values: dict[str, Any]
     messages: list[dict[str, Any]] | None = None  # that the prompt was made from; None: not asked for, or plain text
+    tools: list[Any] | None = None  # that its chat template was given
 
 
 class PromptsDrawn(Answer):

@@ -46,7 +46,7 @@ class PromptTable(DroppedRows):
     wheres: list[str] = field(default_factory=list)
     tokens: array[int] = field(default_factory=lambda: array("q"))
     offsets: array[int] = field(default_factory=lambda: array("q", [0]))
-    conversation: Callable[[Mapping[str, Any]], Messages] | None = None  # that a row's prompt was made from
+    conversation: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # `messages` of a row's prompt, `tools`
     longest_prompt_tokens: int = 0  # of all rows, including dropped ones
 
     def __len__(self) -> int:
@@ -67,14 +67,14 @@ class PromptTable(DroppedRows):
     ) -> dict[str, dict[str, Any]]:
         """Return rows by number, as JSON for a scorer: location of the row, its prompt as text, and its values in
         `columns` (None: all). Values that JSON does not know (dates, decimals, bytes) are text. `messages`: whether
-        the conversations that prompts were made from go along."""
+        the conversations that prompts were made from go along, with their tools."""
         conversation = self.conversation if messages else None
         return {
             str(row): {
                 "where": self.wheres[row],
                 "prompt": self.prompts[row],
                 "values": _plain(self.rows[row], columns),
-                **({} if conversation is None else {"messages": as_json(conversation(self.rows[row]))}),
+                **({} if conversation is None else as_json(conversation(self.rows[row]))),
             }
             for row in sorted(set(row_B.tolist()))
         }
@@ -98,7 +98,12 @@ def read_table(
     through one. Raises DataError on a bad row where the spec refuses them, and ModelError when the template cannot be
     used at all."""
     table, data = PromptTable(source), reader.data
-    table.conversation = lambda values: messages_of(prompt_of(values, data), data)
+
+    def conversation(values: Mapping[str, Any]) -> dict[str, Any]:
+        tools = tools_of(values, reader.tools_column) if reader.chat else None
+        return {"messages": messages_of(prompt_of(values, data), data), **({"tools": tools} if tools else {})}
+
+    table.conversation = conversation
     rendered = _rendered(table, rows, reader, chats)
     while chunk := list(islice(rendered, ENCODE_ROWS)):
         texts = [text for _, text in chunk]

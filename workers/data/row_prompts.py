@@ -7,9 +7,9 @@ from typing import Any
 
 from specs.errors import DataError
 from specs.wire.role_config import DataConfig
-from workers.data.conversations import BadRow
+from workers.data.conversations import BadRow, tools_of
 from workers.data.examples import ExampleReader
-from workers.data.prompts import Messages, PromptTable, check_columns
+from workers.data.prompts import PromptTable, check_columns
 from workers.data.row_source import DataRow
 
 
@@ -21,9 +21,12 @@ def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConf
     columns = tuple(filter(None, dict.fromkeys((answer, *config.needs_columns))))
     table = PromptTable(reader.source.path)
 
-    def conversation(values: Mapping[str, Any]) -> Messages:
+    def conversation(values: Mapping[str, Any]) -> dict[str, Any]:
         asked = reader.asked(values, chat=chat)
-        return [{"role": "user", "content": asked}] if isinstance(asked, str) else [*map(dict, asked)]
+        if isinstance(asked, str):
+            return {"messages": [{"role": "user", "content": asked}]}
+        tools = tools_of(values, reader.source.tools_column)
+        return {"messages": [*map(dict, asked)], **({"tools": tools} if tools else {})}
 
     table.conversation = conversation
     for row in rows:

@@ -39,6 +39,7 @@ class GradeRequest:
     sample: int = 0
     where: str = ""
     messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Any] | None = None  # that the chat template was given with them
     episode: Mapping[str, Any] | None = None  # of several turns: `messages`, `stop`, `reward`
 
 

@@ -196,7 +196,7 @@ class Reward:
                 requests[place] = replace(first, completion="\n".join(written), completion_tokens=most)
             else:
                 row = rows[str(number)]
-                what = number, row.prompt, row.values, text, tokens, sample, row.where, row.messages
+                what = number, row.prompt, row.values, text, tokens, sample, row.where, row.messages, row.tools
                 requests.append(GradeRequest(*what, episodes.get(str(sample))))
         return requests, request_B
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_reward_model import TEMPLATE, own_tokenizer, write_reward_model, write_word_model
 
 from backends.hf.tokenizer import load_codec
 from rlctl.models.paths import BUILTIN_FOLDER
 from specs.errors import ModelError
+from specs.schema.sections import DataSection
+from specs.wire.bodies import Row
 from specs.wire.role_config import ScoreText
+from workers.chat.chat_renderer import renderer_of
+from workers.data.prompts import RowReader, read_table
+from workers.data.row_source import DataRow
 from workers.grading.pool import Grade
 from workers.grading.score_text import ScoreTexts
 from workers.grading.terms import GradeRequest
@@ -45,6 +52,21 @@ def test_equal_to_the_tokenizers_own_template(tmp_path: Path, made: Any) -> None
     assert own[-1] != pad
     whole = [{"role": "user", "content": "3142>"}, {"role": "assistant", "content": " 1 "}]
     assert plain == tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
+
+
+def test_tools_of_a_row_are_shown_as_they_were_when_it_learned(tmp_path: Path) -> None:
+    row = {"prompt": CONVERSATION, "tools": '[{"function": {"name": "add"}}]'}
+    template = "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}" + TEMPLATE
+    scorer = texts(write_reward_model(tmp_path, template=template))
+    data = DataSection(train="x", prompts_per_step=1, max_prompt_tokens=99, max_response_tokens=1)
+    reader = RowReader(data, needs_answer=False, chat=True, tools_column="tools")
+    with renderer_of(scorer.codec) as chats:
+        table = read_table("x", [DataRow("x:1", row)], reader, scorer.codec, chats)
+    told = Row.model_validate(table.rows_of(np.zeros(1, np.int64), (), messages=True)["0"])
+    request = GradeRequest(0, told.prompt, told.values, "four", 1, messages=told.messages, tools=told.tools)
+    whole, tools = [*CONVERSATION, {"role": "assistant", "content": "four"}], json.loads(row["tools"])
+    own = own_tokenizer(tmp_path).apply_chat_template(whole, tools=tools, return_dict=False)
+    assert scorer.tokens([request]) == [own]
 
 
 def test_without_a_template_the_texts_as_they_are(tmp_path: Path) -> None:
