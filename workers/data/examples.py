@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # a check of the first rows needs no arrays
     from specs.wire.batch import Column
 
 
+_SHAPES = ("messages_column", "completion_column", "text_column")
+
+
 class RowCodec(TextTokens, Protocol):
     """The part of a tokenizer that rows need; `TextCodec` says more of each."""
 
@@ -223,12 +226,12 @@ class ExampleReader:
             if not isinstance(label, bool):
                 raise BadRow(f"column {source.label_column!r} must be true or false")
             example = Example([self._completed(values, source.completion_column)], (int(label),))
-        elif values.get(source.messages_column) is not None:
+        elif (shape := self._shape(values)) == "messages_column":
             messages = checked_messages(values[source.messages_column], source.messages_column)
             example = Example([self._conversation(messages, self._learn_from("assistant"), values=values)], (1,))
-        elif values.get(source.completion_column) is not None:
+        elif shape == "completion_column":
             example = Example([self._completed(values, source.completion_column)], (1,))
-        elif values.get(source.text_column) is not None:
+        elif shape:
             example = Example([self._text(_text(values, source.text_column))], (1,))
         else:
             columns = f"{source.messages_column!r}, {source.completion_column!r} or {source.text_column!r}"
@@ -260,7 +263,7 @@ class ExampleReader:
         answers = [values.get(name) for name in (source.completion_column, source.chosen_column)]
         if self.config.unit == "pair" and answers[1] is not None:
             values = self._with_prompt(values)
-        if self.config.unit == "token" and values.get(source.messages_column) is not None:
+        if self.config.unit == "token" and self._shape(values) == "messages_column":
             messages = checked_messages(values[source.messages_column], source.messages_column)
             numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
             messages = messages[: numbers[-1]] if numbers else messages
@@ -275,6 +278,13 @@ class ExampleReader:
                 return _text(values, source.prompt_column)
             messages = _messages(prompt, source.prompt_column, "user")
         return [plain(message) for message in self._with_system(messages)]
+
+    def _shape(self, values: Mapping[str, Any]) -> str:
+        """Return which key names the column that a row is read from, of those that it has: one that was given a name of
+        its own before the others. Empty: none."""
+        there = [name for name in _SHAPES if values.get(getattr(self.source, name)) is not None]
+        own = (name for name in there if getattr(self.source, name) != RowSet.model_fields[name].default)
+        return next(own, (*there, "")[0])
 
     def _is_chat(self, *parts: Any) -> bool:
         """Return whether a prompt and its completion go through the chat template."""

@@ -63,6 +63,8 @@ HEAD = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>
         ({"prompt": ASKED, "completion": ANSWERED}, {}, [HEAD, "1<|im_end|>\n"]),
         ({"prompt": "one?", "completion": "1"}, {"system": "be brief"}, [HEAD, "1<|im_end|>\n"]),
         ({"q": "1+1=", "a": "2"}, {"prompt_column": "q", "completion_column": "a"}, ["1+1=", "2<eos>"]),
+        ({"prompt": "q", "completion": "a", "body": "hi"}, {"text_column": "body"}, ["h", "i<eos>"]),
+        ({"messages": TALK, "q": "x", "a": "y"}, {"prompt_column": "q", "completion_column": "a"}, ["x", "y<eos>"]),
     ],
 )
 def test_what_a_row_holds_is_told_by_its_columns(values: Any, data: Any, wanted: list[str]) -> None:

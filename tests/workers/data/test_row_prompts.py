@@ -40,6 +40,7 @@ OTHER = [{"role": "assistant", "content": "I"}]
         ("token", {"messages": TALK, "tools": TOOLS}, {"template": HEADERS}),
         ("token", {"messages": TALK}, {"template": DROPS_THINKING, "learn_from": "last_assistant"}),
         ("token", {"messages": TALK}, {"learn_from": "flagged"}),
+        ("token", {"messages": TALK, "q": "x", "a": "y"}, {"prompt_column": "q", "completion_column": "a"}),
         ("pair", {"prompt": "q ", "chosen": "a", "rejected": "b"}, {}),
         ("pair", {"chosen": "Q: is it so? yes it is", "rejected": "Q: is it so? yet no"}, {}),
         ("pair", {"prompt": "one?", "chosen": [*ASKED, *ANSWERED], "rejected": [*ASKED, *OTHER]}, {}),
