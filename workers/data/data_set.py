@@ -24,7 +24,15 @@ from specs.wire.batch import Column
 from specs.wire.messages import ROW_COLUMNS
 from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat.chat_renderer import ChatRenderer, renderer_of
-from workers.data.examples import ExampleReader, ExampleTable, build_examples, refuse_nothing, refuse_one_label, summary
+from workers.data.examples import (
+    ExampleReader,
+    ExampleTable,
+    build_examples,
+    refuse_absent,
+    refuse_nothing,
+    refuse_one_label,
+    summary,
+)
 from workers.data.prompts import PromptTable, RowReader, read_table, refuse_overlong_or_empty, uses_chat
 from workers.data.row_prompts import refuse_no_prompt, row_prompts
 from workers.data.row_source import DataRow, read_rows
@@ -254,6 +262,7 @@ def _opened_rows(data: RowSources) -> RunRows:
         cut = _rows_to_train_on("eval.rows", rows.eval.rows, len(tables[0]), sources[0].path)
         held = RowStream(tables[:1], [indices[0][cut:]], [0], endless=False)
         indices[0] = indices[0][:cut]
+    refuse_absent([*tables, *(held.tables if held is not None else ())], config)
     weights = [source.weight for source in sources]
     train = RowStream(tables, indices, first_rows, weights, config.seed, rows.rows.shuffle)
     chat = any(table.rendered for table in tables)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specs.errors import DataError
 from specs.schema.rows import LearnFrom, RowSet
-from specs.wire.role_config import RowsConfig
+from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import (
     ASSISTANT,
@@ -81,6 +81,7 @@ class ExampleTable(DroppedRows):
     ends: int = 0  # sequences of which the end is learned
     learns_from: set[str] = field(default_factory=set)
     rendered: bool = False  # whether rows went through the chat template
+    seen: set[str] = field(default_factory=set)  # columns that its rows have
     truncated: int = 0
 
     def __len__(self) -> int:
@@ -153,7 +154,7 @@ def build_examples(
         table.add(example)
         keep(row)
         table.ends += sum(reader.ends(sequence) for sequence in example.sequences)
-    table.learns_from, table.rendered = reader.learns_from, reader.rendered
+    table.learns_from, table.rendered, table.seen = reader.learns_from, reader.rendered, reader.seen
     return table
 
 
@@ -186,6 +187,21 @@ def refuse_one_label(tables: Sequence[ExampleTable], config: RowsConfig) -> None
         raise DataError(f"{sources}: every row is labelled {label}", hint=hint)
 
 
+def refuse_absent(tables: Sequence[ExampleTable], config: DataConfig) -> None:
+    """Raises DataError for a column that the spec names and no row has, where rows can be read without it. Prompts of
+    evaluations may be rows of their own."""
+    assert config.rows is not None, "there are no rows"
+    there = set[str]().union(*(table.seen for table in tables))
+    for source in config.rows.rows.sources if not config.evals else ():
+        for name in (*_SHAPES, "tools_column", "margin_column"):
+            column = getattr(source, name)
+            if column not in there and column != RowSet.model_fields[name].default:
+                hint = (
+                    f"the rows of {source.path} have {', '.join(sorted(there))}: name one of these, or remove the key"
+                )
+                raise DataError(f"no row has the column {column!r}, which data.{name} names", hint=hint)
+
+
 def _truncated(example: Example, most: int) -> Example:
     sequences = [Learned(each.tokens[:most], each.mask[:most]) for each in example.sequences]
     if not all(any(each.mask) for each in sequences):
@@ -210,6 +226,7 @@ class ExampleReader:
         self.data = config.rows
         self.learns_from: set[str] = set()  # in the rows so far
         self.rendered = False  # whether one of them went through the chat template
+        self.seen: set[str] = set()  # columns
         specials = codec.decode([[id_] for id_ in codec.special_ids], special_tokens=True)
         self._specials = tuple(filter(None, specials))
         self._keeps_blanks = bool(codec.encode([" "], rendered=True)[0])
@@ -219,6 +236,7 @@ class ExampleReader:
         if row.problem:
             raise BadRow(row.problem)
         values, source = row.values, self.source
+        self.seen.update(values)
         if self.config.unit == "pair":
             example = self._pair(values)
         elif self.config.unit == "sequence":

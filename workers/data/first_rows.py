@@ -18,6 +18,7 @@ from workers.data.examples import (
     RowCodec,
     build_examples,
     pieces,
+    refuse_absent,
     refuse_nothing,
     refuse_one_label,
     summary,
@@ -41,7 +42,7 @@ class FirstRows:
 def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> Iterator[Finding]:
     """Yield what is wrong with the first rows of each source that lies on this machine."""
     readers = _readers(config, codec, chats)
-    trained: list[ExampleTable] = []  # that are known whole
+    whole: list[ExampleTable] = []  # of the first readers
     chat = False
     for key, reader in readers.items():
         path = show(reader.source.path)
@@ -53,9 +54,11 @@ def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None
                 yield from _none_left(key, table, reader)
                 continue
             refuse_nothing(table, reader.config)
-            trained += [] if key == _EVAL else [table]
-            if len(trained) == len(reader.data.sources):
-                refuse_one_label(trained, reader.config)
+            whole.append(table)
+            if key != _EVAL and len(whole) == len(reader.data.sources):
+                refuse_one_label(whole, reader.config)
+            if len(whole) == len(reader.data.sources) + bool(reader.config.eval and reader.config.eval.data):
+                refuse_absent(whole, config)
         except DataError as error:
             yield Finding(key=key, message=error.message, hint=error.hint, value=path)
         except ModelError as error:

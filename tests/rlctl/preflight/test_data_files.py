@@ -87,6 +87,7 @@ def test_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
 # ── rows that are learned from ────────────────────────────────────────────────────────────────────
 
 
+ROWS: dict[str, object] = {"train": "rows.jsonl", "rows_per_step": 2, "max_tokens": 16}
 LABELS = {"objective": {"kind": "kto"}}
 
 
@@ -97,7 +98,7 @@ def learned(folder: Path, lines: list[dict[str, object]], **sections: dict[str, 
         "schema": 1,
         "run": {"recipe": recipe, "name": "rows", "steps": 1},
         "model": {"path": "builtin:tiny-bytes", "from_scratch": True},
-        "data": {"train": "rows.jsonl", "rows_per_step": 2, "max_tokens": 16},
+        "data": ROWS,
         "objective": {"kind": "nll"},
         "actor": {"optimizer": {"lr": 1e-3}},
     }
@@ -121,6 +122,12 @@ def test_rows_show_what_learns(tmp_path: Path) -> None:
         ([{"prompt": "1+1="}], {}, "data.train", r"rows\.jsonl:1: no column 'messages', 'completion' or 'text'"),
         ([{"prompt": "1" * 20, "completion": "2"}], {}, "data.train", "no row is left .1 are longer"),
         ([{"prompt": "1", "completion": "2", "label": True}] * 2, LABELS, "data.train", "every row is labelled true"),
+        (
+            [{"prompt": "1", "completion": "2"}],
+            {"data": {**ROWS, "text_column": "x"}},
+            "data.train",
+            "no row has the col",
+        ),
         ([{"text": "12"}] * 2, {"eval": {"every": 1, "rows": 2}}, "eval.rows", "leaves none of the 2 rows of data"),
     ],
 )

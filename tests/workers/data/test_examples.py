@@ -280,6 +280,7 @@ def test_sources_are_mixed_by_weight_at_every_position(tmp_path: Path) -> None:
         (1, "sequence", {}, "every row is labelled true"),
         (20, "pair", {}, r"a\.jsonl:1: column 'chosen' is empty or missing"),
         (20, "pair", {"bad_rows": "drop"}, "no row is left .20 are bad, the first: "),
+        (20, "token", {"tools_column": "x"}, "no row has the column 'x', which data.tools_column names"),
     ],
 )
 def test_rows_that_cannot_be_learned_end_the_start(rows: int, unit: Unit, data: Any, why: str, tmp_path: Path) -> None:
