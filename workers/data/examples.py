@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specs.errors import DataError
@@ -32,6 +31,7 @@ if TYPE_CHECKING:  # a check of the first rows needs no arrays
     from specs.wire.batch import Column
 
 
+MAX_MARGIN = 3e38  # of a float32
 _SHAPES = ("messages_column", "completion_column", "text_column")
 
 
@@ -333,7 +333,7 @@ class ExampleReader:
             raise BadRow(f"columns {columns[0]!r} and {columns[1]!r} are equal")
         if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
             raise BadRow(f"column {source.margin_column!r} is no number")
-        if margin is not None and not isfinite(margin):
+        if margin is not None and not abs(margin) <= MAX_MARGIN:
             raise BadRow(f"column {source.margin_column!r} is not finite")
         values = self._with_prompt(values)
         return Example([self._completed(values, column) for column in columns], (1, 0), float(margin or 0.0))

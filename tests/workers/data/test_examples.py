@@ -117,6 +117,8 @@ def test_pairs_of_whole_conversations(more: dict[str, str]) -> None:
         ("pair", {"chosen": "a", "rejected": "b"}, {}, "no common beginning as a prompt"),
         ("pair", {**PAIR, "margin": "2"}, {"of_scores": True}, "'margin' is no number"),
         ("pair", {**PAIR, "margin": float("nan")}, {"of_scores": True}, "is not finite"),
+        ("pair", {**PAIR, "margin": 1e39}, {"of_scores": True}, "is not finite"),
+        ("pair", {**PAIR, "margin": -(10**400)}, {"of_scores": True}, "is not finite"),
         ("sequence", {"prompt": "q", "completion": "a", "label": 1}, {}, "column 'label' must be true or false"),
     ],
 )
