@@ -277,9 +277,8 @@ class ExampleReader:
     def asked(self, values: Mapping[str, Any], *, chat: bool) -> str | list[Message]:
         """Return what comes before the answer that a row ends in: text, or messages for the chat template. `chat`:
         whether a row that is a prompt of text alone goes through that. Raises BadRow."""
-        source = self.source
-        answers = [values.get(name) for name in (source.completion_column, source.chosen_column)]
-        if self.config.unit == "pair" and answers[1] is not None:
+        source, answered = self.source, self._answers(values)
+        if len(answered) == 2:
             values = self._with_prompt(values)
         if self.config.unit == "token" and self._shape(values) == "messages_column":
             messages = checked_messages(values[source.messages_column], source.messages_column)
@@ -288,7 +287,7 @@ class ExampleReader:
             if not messages:
                 raise BadRow("the conversation begins with its only answer: nothing comes before it")
         else:
-            prompt, answered = values.get(source.prompt_column), [one for one in answers if one is not None]
+            prompt = values.get(source.prompt_column)
             if prompt is None:
                 has = ", ".join(map(repr, values))
                 raise BadRow(f"no column {source.prompt_column!r} to complete; the row has {has}")
@@ -304,8 +303,14 @@ class ExampleReader:
         own = (name for name in there if getattr(self.source, name) != RowSet.model_fields[name].default)
         return next(own, (*there, "")[0])
 
+    def _answers(self, values: Mapping[str, Any]) -> list[Any]:
+        """Return the completions that a row has, of a pair both."""
+        pair = (self.source.chosen_column, self.source.rejected_column)
+        names = pair if self.config.unit == "pair" else (self.source.completion_column,)
+        return [values[name] for name in names if values.get(name) is not None]
+
     def _is_chat(self, *parts: Any) -> bool:
-        """Return whether a prompt and its completion go through the chat template."""
+        """Return whether a prompt and its completions go through the chat template."""
         return self.data.chat == "always" or bool(self.data.system) or any(isinstance(part, list) for part in parts)
 
     def ends(self, sequence: Learned) -> bool:
@@ -368,7 +373,7 @@ class ExampleReader:
     def _completed(self, values: Mapping[str, Any], column: str) -> Learned:
         """Return a prompt with the completion in `column`."""
         prompt, completion = values.get(self.source.prompt_column), values.get(column)
-        if not self._is_chat(prompt, completion):
+        if not self._is_chat(prompt, *self._answers(values)):
             return self._joined(_text(values, self.source.prompt_column), _text(values, column))
         before = _messages(prompt, self.source.prompt_column, "user")
         after = _messages(completion, column, ASSISTANT)

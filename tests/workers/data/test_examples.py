@@ -82,6 +82,13 @@ def test_pairs_of_text(values: Any, seen: str) -> None:
     assert texts(values, "pair") == [[seen, "a<eos>"], [seen, "b<eos>"]]
 
 
+def test_a_pair_of_text_and_messages_has_one_prompt() -> None:
+    messages = [{"role": "assistant", "content": "b"}]
+    asked = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    found = texts({**PAIR, "rejected": messages}, "pair")
+    assert found == [[asked, "a<|im_end|>\n"], [asked, "b<|im_end|>\n"]]
+
+
 def test_a_margin_is_a_reward_models_alone() -> None:
     assert texts({**PAIR, "margin": "large"}, "pair") == [["q", "a<eos>"], ["q", "b<eos>"]]
 

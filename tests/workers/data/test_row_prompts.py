@@ -44,6 +44,7 @@ OTHER = [{"role": "assistant", "content": "I"}]
         ("pair", {"prompt": "q ", "chosen": "a", "rejected": "b"}, {}),
         ("pair", {"chosen": "Q: is it so? yes it is", "rejected": "Q: is it so? yet no"}, {}),
         ("pair", {"prompt": "one?", "chosen": [*ASKED, *ANSWERED], "rejected": [*ASKED, *OTHER]}, {}),
+        ("pair", {"prompt": "one?", "chosen": "1", "rejected": ANSWERED}, {}),
         ("sequence", {"prompt": "q", "completion": "a", "label": True}, {}),
     ],
 )
@@ -81,6 +82,8 @@ def test_a_prompt_without_an_answer_goes_the_way_of_the_rows_that_are_learned(ch
 def test_rows_without_a_prompt(values: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRow, match=why):
         reader_of(template="").prompt(DataRow("x.jsonl:1", values), chat=False)
+    with pytest.raises(BadRow, match="no column 'prompt' to complete"):
+        reader_of("pair").prompt(DataRow("x.jsonl:1", {"chosen": "a b"}), chat=False)
 
 
 # ── the prompts of a run ──────────────────────────────────────────────────────────────────────────
