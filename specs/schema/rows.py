@@ -68,8 +68,8 @@ class RowsSection(RowColumns):
     """A row over `max_tokens`: `drop` and count it, `refuse` to start, or `truncate` it at its end."""
     learn_from: LearnFrom | None = None
     """Tokens that learn: those of the `completion`, of every message of the `assistant`, of the `last_assistant`
-    alone, `all`, or those of messages `flagged` with `train = true`. Unset: `completion` where rows have one,
-    `assistant` of conversations, `all` of text."""
+    alone, `all`, or those of messages `flagged` with `train = true`. Unset: `flagged` where a message says
+    `train`, else `completion` where rows have one, `assistant` of conversations, `all` of text."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether the model's chat template wraps prompts and completions. `auto`: messages always, and text where
     `system` is set; plain text is joined as it stands."""

@@ -246,7 +246,9 @@ class ExampleReader:
             example = Example([self._completed(values, source.completion_column)], (int(label),))
         elif (shape := self._shape(values)) == "messages_column":
             messages = checked_messages(values[source.messages_column], source.messages_column)
-            example = Example([self._conversation(messages, self._learn_from("assistant"), values=values)], (1,))
+            example = Example(
+                [self._conversation(messages, self._learn_from("assistant", messages), values=values)], (1,)
+            )
         elif shape == "completion_column":
             example = Example([self._completed(values, source.completion_column)], (1,))
         elif shape:
@@ -322,8 +324,9 @@ class ExampleReader:
         tokens = without_padding(sequence.tokens, self.pad)
         return Learned(tokens, sequence.mask[: len(tokens)])
 
-    def _learn_from(self, usual: LearnFrom) -> LearnFrom:
-        found = self.data.learn_from or usual
+    def _learn_from(self, usual: LearnFrom, messages: Sequence[Message] = ()) -> LearnFrom:
+        flags = [message for message in messages if isinstance(message.get("train"), bool)]
+        found = self.data.learn_from or ("flagged" if flags and self.config.unit == "token" else usual)
         self.learns_from.add(found)
         return found
 
@@ -379,7 +382,7 @@ class ExampleReader:
         after = _messages(completion, column, ASSISTANT)
         if after[0]["role"] != ASSISTANT:
             raise BadRow(f"column {column!r} does not begin with a message of the assistant")
-        learn_from = self._learn_from("completion")
+        learn_from = self._learn_from("completion", after)
         return self._conversation([*before, *after], learn_from, first=len(before), values=values)
 
     def _joined(self, prompt: str, completion: str) -> Learned:

@@ -49,6 +49,8 @@ def texts(values: dict[str, Any], unit: Unit = "token", template: str = CHATML, 
 
 
 HEAD = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
+NEXT = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
+LATER = "1<|im_end|>\n" + NEXT
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,9 @@ HEAD = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>
         ({"prompt": "q", "completion": "a"}, {"learn_from": "all"}, ["q", "a<eos>"]),
         ({"text": "hello"}, {}, ["h", "ello<eos>"]),
         ({"messages": TALK[:3]}, {}, [HEAD, "1<|im_end|>\n"]),
+        ({"messages": TALK}, {}, [HEAD + LATER, "2<|im_end|>\n"]),
+        ({"messages": TALK}, {"learn_from": "assistant"}, [HEAD, "1<|im_end|>\n", NEXT, "2<|im_end|>\n"]),
+        ({"prompt": ASKED, "completion": TALK[2:]}, {}, [HEAD + LATER, "2<|im_end|>\n"]),
         ({"prompt": ASKED, "completion": "1"}, {}, [HEAD, "1<|im_end|>\n"]),
         ({"prompt": ASKED, "completion": ANSWERED}, {}, [HEAD, "1<|im_end|>\n"]),
         ({"prompt": "one?", "completion": "1"}, {"system": "be brief"}, [HEAD, "1<|im_end|>\n"]),
