@@ -166,7 +166,7 @@ def of_updates(losses: Mapping[RoleName, AnyLoss], updates: Mapping[RoleName, Ra
 def of_loss(loss: AnyLoss, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return what a loss declares, of the ranks' reports of one batch that nothing learned from."""
     reports = [RankReport(of_rank, _NO_STEP) for of_rank in sums]
-    return {metric.name: _reduced(metric, [reports]) for metric in loss.metrics}
+    return _declared((metric, [reports]) for metric in loss.metrics)
 
 
 def _repeated(batch: Batch) -> float:
@@ -195,7 +195,7 @@ def update_metrics(role: RoleName, loss: AnyLoss, updates: RankReports) -> dict[
     gaps = updates[:1] if isinstance(loss, Loss) and loss.anchor == "sampler" else updates
     first = [ranks[0] for ranks in updates]
     norms = [report.stepped.grad_norm for report in first if math.isfinite(report.stepped.grad_norm)]
-    declared = {metric.name: _reduced(metric, gaps if metric.before_learning else updates) for metric in loss.metrics}
+    declared = _declared((metric, gaps if metric.before_learning else updates) for metric in loss.metrics)
     return {
         **declared,
         **({f"{prefix}grad_norm": float(np.mean(norms))} if norms else {}),
@@ -226,8 +226,14 @@ def _work(reports: Sequence[RankReport]) -> dict[str, int]:
     }
 
 
-def _reduced(metric: LossMetric, updates: RankReports) -> float:
-    """One number of what all ranks reported of these updates."""
+def _declared(metrics: Iterable[tuple[LossMetric, RankReports]]) -> dict[str, float]:
+    reduced = ((metric.name, _reduced(metric, updates)) for metric, updates in metrics)
+    return {name: value for name, value in reduced if value is not None}
+
+
+def _reduced(metric: LossMetric, updates: RankReports) -> float | None:
+    """Return one number of what all ranks reported of these updates; None for a mean over sequences of which there are
+    none, such as those labelled false."""
     reports = [report.sums for ranks in updates for report in ranks]
     values = [report[metric.source] for report in reports]
     if metric.reduce == "token_max":
@@ -235,4 +241,5 @@ def _reduced(metric: LossMetric, updates: RankReports) -> float:
     if metric.reduce == "update_mean":
         return float(sum(values, 0.0) / len(updates))
     count = UNIT_REDUCTIONS.get(metric.reduce, "tokens")
-    return float(sum(values, 0.0) / max(sum(report.get(count, 0.0) for report in reports), 1.0))
+    total = sum(report.get(count, 0.0) for report in reports)
+    return float(sum(values, 0.0) / max(total, 1.0)) if total or metric.reduce not in UNIT_REDUCTIONS else None

@@ -77,7 +77,7 @@ class Dft(TokenObjective):
     kind: Literal["dft"]
 
 
-_CHOSEN = "Implicit reward of the chosen completion; of `kto`, of one labelled true."
+_CHOSEN = "Implicit reward of the chosen completion; of `kto`, of one labelled true, where the step has one."
 _BETTER = "Pairs whose chosen reward is higher; where both are the same, half."
 _REJECTED = "The same of the rejected one; of `kto`, of one labelled false."
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rlctl.loop.sampling import Scored
-from rlctl.loop.step_metrics import RankReport, _imbalance, collect, idle_s, update_metrics
+from rlctl.loop.step_metrics import RankReport, _imbalance, collect, idle_s, of_loss, update_metrics
 from specs.schema.algorithms.algorithm_tables import PpoClip
+from specs.schema.objectives import Kto
 from specs.schema.rewards import MAX_SCORE
 from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
@@ -71,6 +72,15 @@ def test_a_norm_that_is_not_finite_is_counted_and_not_averaged():
     assert metrics["actor/grad_norm"] == 3.0
     assert metrics["actor/skipped_updates"] == 1
     assert "actor/grad_norm" not in update_metrics("actor", LOSS, updates[:1])
+
+
+def test_a_mean_over_no_sequence_is_left_out() -> None:
+    sums = {"tokens": 4.0, "units": 2.0, "chosen": 2.0, "rejected": 0.0, "chosen_reward": 3.0, "rejected_reward": 0.0}
+    sums |= dict.fromkeys(("loss", "entropy", "correct"), 0.0)
+    found = of_loss(Kto(kind="kto"), [sums])
+    assert found["actor/chosen_reward"] == 1.5
+    assert found["actor/loss"] == 0.0
+    assert "actor/rejected_reward" not in found
 
 
 def test_statistics_of_the_largest_scores_are_finite():
