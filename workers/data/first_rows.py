@@ -15,7 +15,6 @@ from workers.chat.chat_renderer import ChatRenderer
 from workers.data.examples import (
     ExampleReader,
     ExampleTable,
-    RowCodec,
     build_examples,
     pieces,
     refuse_absent,
@@ -25,6 +24,7 @@ from workers.data.examples import (
 )
 from workers.data.row_prompts import refuse_no_prompt, row_prompts
 from workers.data.row_source import DataRow, first_of, read_rows
+from workers.data.tokenizer_file import TokenizerFile
 
 _ROWS = 256
 _EVAL = "eval.data"
@@ -39,7 +39,7 @@ class FirstRows:
     summary: str = ""
 
 
-def row_findings(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> Iterator[Finding]:
+def row_findings(config: DataConfig, codec: TokenizerFile, chats: ChatRenderer | None) -> Iterator[Finding]:
     """Yield what is wrong with the first rows of each source that lies on this machine."""
     readers = _readers(config, codec, chats)
     whole: list[ExampleTable] = []  # of the first readers
@@ -97,7 +97,7 @@ def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], c
             yield Finding(key=key, message=error.message, hint=hint, value=show(reader.source.path))
 
 
-def first_rows(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> FirstRows:
+def first_rows(config: DataConfig, codec: TokenizerFile, chats: ChatRenderer | None) -> FirstRows:
     """Return what the first rows teach, of the first source that lies here and has one to learn from."""
     for reader in _readers(config, codec, chats).values():
         table = build_examples(first_of(_rows(config, reader), _ROWS), reader)
@@ -113,7 +113,7 @@ def _rows(config: DataConfig, reader: ExampleReader) -> Iterator[DataRow]:
     return read_rows(reader.source.path, split="", base=Path(config.spec_dir), max_rows=reader.data.max_rows)
 
 
-def _readers(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) -> dict[str, ExampleReader]:
+def _readers(config: DataConfig, codec: TokenizerFile, chats: ChatRenderer | None) -> dict[str, ExampleReader]:
     """Return key → reader of each source on this machine."""
     rows = config.rows
     assert rows is not None, "there are no rows"
@@ -122,4 +122,5 @@ def _readers(config: DataConfig, codec: RowCodec, chats: ChatRenderer | None) ->
         first = next(iter(sources.values()))
         sources[_EVAL] = first.reading(rows.eval.data, rows.eval.split)
     here = {key: source for key, source in sources.items() if not is_hub_data(source.path)}
-    return {key: ExampleReader(source, rows, codec, chats) for key, source in here.items()}
+    pad = codec.pad_id if rows.of_scores else None
+    return {key: ExampleReader(source, rows, codec, chats, pad) for key, source in here.items()}

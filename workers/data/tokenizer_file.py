@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specs.json_file import read_object
+from specs.json_file import read_object, read_or_empty
 
 _NAMES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
 
@@ -23,6 +23,8 @@ class TokenizerFile:
         for name in _NAMES:
             named |= read_object(folder / name) if (folder / name).is_file() else {}
         self.special_tokens = _texts(named)
+        pad = read_or_empty(folder / "config.json").get("pad_token_id")
+        self.pad_id = pad if isinstance(pad, int) else None  # the model's, whose score is read before it
         self._around = named.get("add_bos_token") is not False
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

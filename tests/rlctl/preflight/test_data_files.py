@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from small_spec import raw_spec
+from tiny_reward_model import write_reward_model
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.preflight.data_files import check_data, first_row
@@ -114,6 +115,17 @@ def test_rows_show_what_learns(tmp_path: Path) -> None:
     assert found.example == [[("1+1=", "seen"), ("2", "learned"), ("<eos>", "learned special")]]
     summary = "6 tokens, 2 learned (completion, with the end of each), longest 6; 1 too long"
     assert found.summary == f"first rows (1): {summary}"
+
+
+def test_an_end_that_is_padding_too_is_not_scored(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write_reward_model(tmp_path / "model", template="")  # its token 0 is both
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}')
+    run, learner = {"recipe": "reward_model", "name": "rows", "steps": 1}, {"optimizer": {"lr": 1e-3}}
+    raw = {"schema": 1, "run": run, "model": {"path": "./model"}, "data": ROWS, "reward_model": learner}
+    spec = spec_from(raw, [])
+    assert isinstance(spec, RowsSpec)
+    assert first_row(spec, tmp_path).example == [[("1+1=", "seen"), (digit, "learned")] for digit in "23"]
 
 
 @pytest.mark.parametrize(
