@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
 from rlctl.models.tokenizer_files import ChatTemplate, chat_template_of, load_tokenizer
 from rlctl.preflight.interpreters import own_path
 from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX, GymSource
-from specs.errors import NotHere, Problem
+from specs.errors import DataError, NotHere, Problem
 from specs.load.keys import closest
 from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.roles import DATA
@@ -123,7 +124,16 @@ def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
 def _first_rows(spec: RowsSpec, spec_dir: Path) -> list[Finding]:
     """Look at the first rows as a run makes them; without a tokenizer, on which others report, not at all."""
     with _codec_and_chats(spec, spec_dir) as (codec, chats):
-        return [] if codec is None else [*row_findings(_config(spec, spec_dir), codec, chats)]
+        fits = partial(check_rows_fit, spec=spec)
+        return [] if codec is None else [*row_findings(_config(spec, spec_dir), codec, chats, fits)]
+
+
+def check_rows_fit(largest: int, spec: Spec) -> None:
+    """Raises DataError where a pair finds no room in a micro-batch: it is computed in one. `largest`: its tokens."""
+    if largest > spec.lead_section.row_tokens:
+        key = f"{spec.lead}.micro_batch_tokens"
+        message = f"{key} = {spec.lead_section.micro_batch_tokens}: the largest row has {largest} tokens"
+        raise DataError(message, hint=f"raise {key}, which a pair must fit as a whole, or lower data.max_tokens")
 
 
 def first_row(spec: RowsSpec, spec_dir: Path) -> FirstRows:

@@ -14,6 +14,7 @@ from rlctl.loop.sync import PROBE_TOKENS, WeightSync, probe_tolerance
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
+from rlctl.preflight.data_files import check_rows_fit
 from rlctl.preflight.role_choices import role_attention
 from rlctl.processes.calls import Call, RanksFailed
 from rlctl.processes.group import Group
@@ -24,7 +25,6 @@ from rlctl.recipes.rl import Rl
 from rlctl.recipes.rows_recipe import RowsRecipe
 from rlctl.run.run_dir import RunDir
 from rlctl.show.progress import Progress
-from specs.errors import DataError
 from specs.schema.recipes import RlSpec, RowsSpec, SamplingSpec, sampling_of
 from specs.schema.role_section import Restartable
 from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, build_waves
@@ -67,7 +67,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     progress.phase("build", DATA)
     opened = DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0])
     progress.message(_data_line(opened, spec))
-    _check_rows_fit(opened, spec)
+    check_rows_fit(opened.largest_row, spec)
 
     def admit(late: AsBuilt) -> None:
         now = {**reports, late.role: [*(one for one in reports[late.role] if one.rank != late.rank), late]}
@@ -160,14 +160,6 @@ def _gap_limits(spec: RlSpec, run: RunDir, bodies: Bodies, progress: Progress) -
     sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
     about = {**sampling, "rollout_dtype": spec.dtype(ROLLOUT), ACTOR: bodies[ACTOR]}
     return GapLimits(*gap_limits(spec), run.path, about, progress.warning)
-
-
-def _check_rows_fit(opened: DataOpened, spec: Spec) -> None:
-    """Raises DataError where a pair finds no room in a micro-batch: it is computed in one."""
-    if opened.largest_row > spec.lead_section.row_tokens:
-        key = f"{spec.lead}.micro_batch_tokens"
-        message = f"{key} = {spec.lead_section.micro_batch_tokens}: the largest row has {opened.largest_row} tokens"
-        raise DataError(message, hint=f"raise {key}, which a pair must fit as a whole, or lower data.max_tokens")
 
 
 def _data_line(data: DataOpened, spec: Spec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +39,14 @@ class FirstRows:
     summary: str = ""
 
 
-def row_findings(config: DataConfig, codec: TokenizerFile, chats: ChatRenderer | None) -> Iterator[Finding]:
-    """Yield what is wrong with the first rows of each source that lies on this machine."""
+def row_findings(
+    config: DataConfig,
+    codec: TokenizerFile,
+    chats: ChatRenderer | None,
+    fits: Callable[[int], None] = lambda largest: None,
+) -> Iterator[Finding]:
+    """Yield what is wrong with the first rows of each source that lies on this machine. `fits` raises DataError for a
+    row of too many tokens."""
     readers = _readers(config, codec, chats)
     whole: list[ExampleTable] = []  # of the first readers
     chat = False
@@ -49,6 +55,7 @@ def row_findings(config: DataConfig, codec: TokenizerFile, chats: ChatRenderer |
         try:
             rows = _rows(config, reader)
             table = build_examples(first_of(rows, _ROWS), reader)
+            fits(table.largest)
             chat = chat or (key != _EVAL and table.rendered)
             if next(rows, None) is not None:  # others may be better
                 yield from _none_left(key, table, reader)

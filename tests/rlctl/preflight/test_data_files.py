@@ -89,6 +89,10 @@ def test_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
 
 
 ROWS: dict[str, object] = {"train": "rows.jsonl", "rows_per_step": 2, "max_tokens": 16}
+WIDE: dict[str, object] = {
+    "objective": {"kind": "simpo"},
+    "actor": {"micro_batch_tokens": 16, "optimizer": {"lr": 1e-3}},
+}
 LABELS = {"objective": {"kind": "kto"}}
 
 
@@ -139,6 +143,12 @@ def test_an_end_that_is_padding_too_is_not_scored(tmp_path: Path) -> None:
             {"data": {**ROWS, "text_column": "x"}},
             "data.train",
             "no row has the col",
+        ),
+        (
+            [{"prompt": "1", "chosen": "2" * 14, "rejected": "3" * 14}],
+            WIDE,
+            "data.train",
+            "the largest row has 29 tokens",
         ),
         ([{"text": "12"}] * 2, {"eval": {"every": 1, "rows": 2}}, "eval.rows", "leaves none of the 2 rows of data"),
     ],
