@@ -333,6 +333,10 @@ def _opened_data(config: DataConfig, data: DataSection, codec: TextCodec, chats:
             held = sources[source] = sources.get(source) or table(*source, None)
             indices = np.arange(min(one.prompts, len(held)), dtype=np.int64)
         evals[one.name] = _held_out_prompts(held, indices, number)
+    tools, tables = reader.tools_column, (train, *sources.values())
+    if tools not in ("", "tools") and not any(tools in row for one in tables for row in one.rows):
+        hint = f"name one of {', '.join(train.rows[0])}, or remove the key"
+        raise DataError(f"no row has the column {tools!r}, which data.tools_column names", hint=hint)
     return RunData(PromptStream(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
 
 

@@ -288,6 +288,9 @@ def test_tools_of_a_row_are_shown(tmp_path: Path, chat_codec: TextCodec) -> None
     rows = [{"prompt": "a", "tools": [tool]}, {"prompt": "b", "tools": json.dumps([tool])}, {"prompt": "c"}]
     write_jsonl(tmp_path, rows)
     assert table_of(tmp_path, chat_codec).prompts == ["[tool]add[user]a[go]", "[tool]add[user]b[go]", "[user]c[go]"]
+    with pytest.raises(DataError, match="no row has the column 'other'"):
+        table_of(tmp_path, chat_codec, tools_column="other")
+    write_jsonl(tmp_path, [row | {"other": None} for row in rows])
     assert table_of(tmp_path, chat_codec, tools_column="other").prompts == ["[user]a[go]", "[user]b[go]", "[user]c[go]"]
     write_jsonl(tmp_path, [{"prompt": "a", "tools": "add"}])
     with pytest.raises(DataError, match="column 'tools' is no JSON"):
