@@ -27,6 +27,32 @@ class ChatTemplateError(ValueError):
     """The chat template refused a list of messages."""
 
 
+def _with_objects(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Return messages whose calls have their arguments as objects, which most templates write as JSON, where they were
+    JSON as OpenAI's are; and how a template writes these that takes text alone."""
+    literals = []
+
+    def called(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            return call
+        try:
+            parsed = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            return call
+        if not isinstance(parsed, dict):
+            return call
+        if str(parsed) != json.dumps(parsed, ensure_ascii=False):
+            literals.append(str(parsed))
+        return {**call, "function": {**function, "arguments": parsed}}
+
+    given: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        given.append({**message, "tool_calls": [called(one) for one in calls]} if isinstance(calls, list) else message)
+    return given, literals
+
+
 class ChatRenderer:
     """A chat template in its process, which starts with the first conversation. Use as a context manager.
 
@@ -68,7 +94,10 @@ class ChatRenderer:
         Raises ChatTemplateError when the template refuses the messages, and ModelError when it cannot be used at all:
         it is no Jinja, does what the sandbox forbids, or takes too long or too much memory.
         """
-        reply = self._ask({"messages": list(messages), "begins_answer": begins_answer, "tools": tools})
+        given, literals = _with_objects(messages)
+        reply = self._ask({"messages": given, "begins_answer": begins_answer, "tools": tools})
+        if given != [*messages] and ("refused" in reply or any(one in reply.get("text", "") for one in literals)):
+            reply = self._ask({"messages": list(messages), "begins_answer": begins_answer, "tools": tools})
         if "refused" in reply:
             raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
         if "broken" in reply:

@@ -104,6 +104,27 @@ def test_tools_reach_the_template() -> None:
     assert [found.text[start:end] for start, end in found.spans] == ["2<|eot|>"]
 
 
+@pytest.mark.parametrize(
+    ("writes", "wanted"),
+    [
+        ("{{ f.arguments | tojson }}", '{"a": 1}'),
+        ("{{ f.arguments }}", '{"a":1}'),
+        ("{{ '' + f.arguments }}", '{"a":1}'),
+    ],
+)
+def test_arguments_of_calls_are_written_once_as_json(writes: str, wanted: str) -> None:
+    """OpenAI's are JSON in a text. Most templates write objects as JSON; others take text alone."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}{% set f = c.function %}{{ f.name }}"
+        + writes
+        + "{% endfor %}{{ m.content or '' }}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    assert learned(template, "assistant", messages) == [f"add{wanted}<|end|>"]
+    assert call["function"] == {"name": "add", "arguments": '{"a":1}'}, "the row stays"
+
+
 def test_a_token_across_the_end_of_what_is_learned_is_refused() -> None:
     text = LearnedText("ab cd", [(3, 5)])
     assert mask_of([(0, 2), (2, 3), (3, 4), (4, 5)], text) == [0, 0, 1, 1]
