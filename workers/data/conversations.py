@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,15 @@ def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: i
     return found
 
 
+def _called(message: Message) -> Iterator[str]:
+    """Yield the names of the functions that a message calls."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            yield function["name"]
+
+
 def plain(message: Message) -> Message:
     """Return a message as a template is given it."""
     return {key: value for key, value in message.items() if key != "train"}
@@ -140,6 +149,10 @@ def learned_text(
         end = len(before) + len(text) if ends_turn(text) else len(until)
         if not text:
             raise BadRow(f"message {number}: the chat template writes nothing for it")
+        if left_out := [name for name in _called(said[number]) if name not in text]:
+            raise BadRow(
+                f"message {number}: the chat template leaves out its call of {left_out[0]}, which is to be learned"
+            )
         spans.append((len(before), end))
     return LearnedText(whole, spans)
 

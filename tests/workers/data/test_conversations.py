@@ -125,6 +125,14 @@ def test_arguments_of_calls_are_written_once_as_json(writes: str, wanted: str) -
     assert call["function"] == {"name": "add", "arguments": '{"a":1}'}, "the row stays"
 
 
+def test_a_template_that_leaves_calls_out_is_refused() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    for content in ({}, {"content": "let me see"}):
+        messages = [TALK[1], {"role": "assistant", "tool_calls": [call], **content}]
+        with pytest.raises(BadRow, match="message 1: the chat template leaves out its call of add"):
+            learned(CHATML, "assistant", messages)
+
+
 def test_a_token_across_the_end_of_what_is_learned_is_refused() -> None:
     text = LearnedText("ab cd", [(3, 5)])
     assert mask_of([(0, 2), (2, 3), (3, 4), (4, 5)], text) == [0, 0, 1, 1]
