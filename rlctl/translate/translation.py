@@ -288,6 +288,10 @@ def _take_out(made: Translation, problem: Problem, of_person: Set[str]) -> bool:
     """Take out what a spec refuses: the key, the keys of its table, or those beside one that is required; return False
     where there is none. `of_person`: keys of theirs that are not a default."""
     key = problem.key.strip("[]")
+    if key not in made.values and key in (needed := translation_table("needed")):
+        made.values[key] = needed[key]  # what they gave was refused
+        made.note(key, "fill in")
+        return True
     field = _field(made.recipe, key)
     around = key.rpartition(".")[0] if field is not None and field.is_required() else key
     named = [one for one in made.values if key == one or key.startswith(f"{one}.")]

@@ -349,6 +349,7 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.py", GRPO.format("[f, 'some/rm']", "", ""), {"actor.lora.rank": 8, "algorithm.group_size": 8}, ""),
         ("a.sh", VERL + "m.lora_rank=0 m.lora_alpha=16", {"actor.lora.alpha": None}, "alpha = 16: the whole"),
         ("a.sh", VERL + "trainer.logger='[\"console\"]'", {"tracking": None}, ""),
+        ("a.sh", VERL.replace("n=8", "n=1") + "a.adv_estimator=grpo", {"algorithm.group_size": 8}, "group_size = 1"),
         ("a.sh", VERL + 'data.train_files=\'["a","b"]\'', {"data.train": "a"}, 'the first of ["a", "b"]'),
     ],
 )
