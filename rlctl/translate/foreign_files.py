@@ -21,6 +21,7 @@ _CALLS = re.compile(r"\w*(Config|Arguments|Trainer)")
 _NO_SETTINGS = {"args", "train_dataset", "processing_class", "tokenizer", "callbacks", "peft_config"}
 _OVERRIDE = re.compile(r"(?:\w+=)?\(?\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # also `ARRAY=(key=value`
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)")  # one that holds no other
+_REFERENCE = re.compile(r"\$\{(?:oc\.select: *)?([\w.]+)(?:, *([^${}]*))?\}")  # in YAML, to another key
 _DEPTH = 4  # of variables in the defaults of others
 
 
@@ -53,7 +54,17 @@ def _parsed(suffix: str, text: str) -> tuple[set[str], dict[str, Any]]:
     values = tomli.loads(text) if suffix == ".toml" else _yaml(text)  # JSON is YAML
     if not isinstance(values, dict):
         raise ValueError("it holds no keys")
-    return set(), dict(_leaves(values))
+    leaves = dict(_leaves(values))
+    return set(), {key: _referred(value, leaves) for key, value in leaves.items()}
+
+
+def _referred(value: Any, leaves: dict[str, Any]) -> Any:
+    """Return what a value that is a reference to another key stands for."""
+    for _ in range(_DEPTH):
+        if not isinstance(value, str) or not (found := _REFERENCE.fullmatch(value)):
+            break
+        value = leaves.get(found[1], _yaml(found[2] or ""))
+    return value
 
 
 def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

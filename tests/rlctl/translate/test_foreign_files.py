@@ -42,6 +42,13 @@ def test_numbers_of_yaml_are_numbers(tmp_path: Path) -> None:
     assert given == {"num_generations": 8, "learning_rate": 1e-6, "seed": "1e-6x"}
 
 
+def test_references_of_yaml_are_followed(tmp_path: Path) -> None:
+    text = "actor_rollout_ref: {n: '${oc.select:trainer.n,8}', m: '${oc.select: a.b, 5}', k: '${.n}', e: '${oc.env:M}'}"
+    (tmp_path / "a.yaml").write_text(f"{text}\ntrainer: {{n: '${{data.n}}'}}\ndata: {{n: 4}}")
+    given = read_foreign(tmp_path / "a.yaml")[1]
+    assert [given[f"actor_rollout_ref.{key}"] for key in "nmke"] == [4, 5, None, "${oc.env:M}"]
+
+
 def test_json_is_read_as_yaml_is(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"num_generations": 4}))
     assert read_foreign(tmp_path / "a.json")[0] == "GRPOConfig"
