@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from operator import mul, sub, truediv
 from typing import Any, get_args
 
 import tomli
@@ -74,8 +75,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
         elif found is None:
             by_hand.append((key, own, shown, row.remark or "could not be translated"))
         else:
-            same = isinstance(row.how, dict) and _spelled(given[key]) in row.how
-            reason = row.remark if not same and (isinstance(row.how, list) or "*" in (row.how or ())) else ""
+            same = isinstance(row.how, dict) and _spelled(given[key]) in row.how and not row.only
+            ruled = row.only or isinstance(row.how, list) or "*" in (row.how or ())
+            reason = row.remark if ruled and not same else ""
             off = isinstance(given[key], int | float) and given[key] < 0
             made.dropped[key] = (shown, reason or ("it cannot be off" if off else "as rlctl does without a key"))
     for key, own, shown, remark in by_hand:
@@ -88,8 +90,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             made.note(row.of_roles([recipe.lead, *key.split(".")], recipe)[-1], f"{key} is null: no limit there")
     for key in used & made.dropped.keys():
         made.translated[key] = (made.dropped.pop(key)[0], "part of another line")
-    if made.values.get(f"{recipe.lead}.lora.rank") == 0 or _named("use_peft", given, used) is False:
-        _take_out(made, Problem(f"{recipe.lead}.lora", "the whole model learns"), given.keys())
+    off = [key for key, value in made.values.items() if key.endswith(".lora.rank") and value == 0]
+    for key in off + [f"{recipe.lead}.lora.rank"] * (_named("use_peft", given, used) is False):
+        _take_out(made, Problem(key.removesuffix(".rank"), "the whole model learns"), given.keys())
     if _named("logger|report_to", given, set()) is not None and "tracking.N.kind" not in made.values:
         _take_out(made, Problem("tracking.N", "no tracker is named"), set())
     sections = {key.partition(".")[0] for key in made.values} | {"checkpoint"}
@@ -128,6 +131,8 @@ def _in_order(given: Given, recipe: type[Spec]) -> list[tuple[str, ForeignKey | 
 def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[str]) -> list[tuple[str, Any]] | None:
     """Return our keys and values for a value, none where rlctl needs no line; None where a person must decide."""
     values = value if isinstance(value, list) else [value]
+    if not _holds(row.only, given, used):
+        return []
     if isinstance(row.how, list):
         rules = (assignment.partition(" if ") for assignment in row.how)
         held = [rule.split("=", 1) for rule, _, condition in rules if _holds(condition, given, used)]
@@ -157,15 +162,16 @@ def _spelled(value: Any) -> str:
 
 
 def _holds(condition: str, given: Given, used: set[str]) -> bool:
-    """Tell whether a key has the value that a condition `key:word` asks for; without one all is well."""
+    """Tell whether a key has the value that a condition `key:word` asks for, or with `key:!word` another; without one
+    all is well."""
     name, _, word = condition.partition(":")
-    return not condition or str(_named(name, given, used)).lower() == word
+    return not condition or (str(_named(name, given, used)).lower() == word.removeprefix("!")) != ("!" in word)
 
 
 def _computed(formula: str, given: Given, used: set[str]) -> Any:
     """Return what a formula of the table gives; None where a key that it needs is not given, or is code."""
     verb, *names = formula.split() if re.match("range|list|text|functions", formula) else ("", *formula.split())
-    values: list[Any] = [name if name in ("*", "/", ":") else _named(name, given, used) for name in names]
+    values: list[Any] = [name if name in ("*", "/", "-", ":") else _named(name, given, used) for name in names]
     if any(value is None or (isinstance(value, Code) and verb != "functions") for value in values):
         return None
     match verb:
@@ -182,7 +188,7 @@ def _computed(formula: str, given: Given, used: set[str]) -> Any:
     for operator, other in zip(values[1::2], values[2::2], strict=True):
         if not isinstance(result, int | float) or not isinstance(other, int | float) or (operator, other) == ("/", 0):
             return None
-        result = result * other if operator == "*" else result / other
+        result = {"*": mul, "/": truediv, "-": sub}[operator](result, other)
     return result
 
 
@@ -219,7 +225,7 @@ def _put(made: Translation, key: str, value: Any) -> str:
     if isinstance(value, float) and int in kinds and float not in kinds:
         if value != round(value):
             made.note(key, f"rounded from {value:.6g}")
-        value = max(1, round(value))
+        value = max(1, round(value)) if value > 0 else round(value)
     if key == "run.name":
         value = _name(str(value))
     off = isinstance(value, int | float) and not isinstance(value, bool) and value < 0  # never, none

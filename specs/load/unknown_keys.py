@@ -104,11 +104,12 @@ def _of_other_recipes(path: Path, recipe: type[Spec]) -> str:
 @dataclass(frozen=True, eq=False)
 class ForeignKey:
     """Name our key for another tool's, "" where there is none, and remark on it, or say what rlctl does instead. `how`
-    translates a value, as `foreign_keys.toml` says."""
+    translates a value, as `foreign_keys.toml` says, and `only` is the condition on another of their keys."""
 
     ours: str
     remark: str = ""
     how: Any = None
+    only: str = ""
 
     def of_roles(self, roles: Sequence[Any], recipe: type[Spec]) -> list[str]:
         """Return our key as each of these roles has it; a key of no role once."""
