@@ -151,7 +151,7 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
     pairs = []
     for result in found[0] if isinstance(found[0], list) else found:
         if elsewhere := re.fullmatch(r"(\w+\.[\w.]+)=(.*)", str(result)):
-            pairs.append((elsewhere[1], elsewhere[2]))
+            pairs.append((elsewhere[1], _named(elsewhere[2], {}, used) or elsewhere[2]))
         elif result is not False:
             pairs.append((own, value if result == "keep" else result))
     return pairs
@@ -161,11 +161,12 @@ def _spelled(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _holds(condition: str, given: Given, used: set[str]) -> bool:
-    """Tell whether a key has the value that a condition `key:word` asks for, or with `key:!word` another; without one
-    all is well."""
-    name, _, word = condition.partition(":")
-    return not condition or (str(_named(name, given, used)).lower() == word.removeprefix("!")) != ("!" in word)
+def _holds(conditions: str, given: Given, used: set[str]) -> bool:
+    """Tell whether each key has the value that its condition `key:word` asks for, or with `key:!word` another."""
+    for name, _, word in (condition.partition(":") for condition in conditions.split()):
+        if (str(_named(name, given, used)).lower() == word.removeprefix("!")) == ("!" in word):
+            return False
+    return True
 
 
 def _computed(formula: str, given: Given, used: set[str]) -> Any:
@@ -297,6 +298,10 @@ def _take_out(made: Translation, problem: Problem, of_person: Set[str]) -> bool:
     if key not in made.values and key in (needed := translation_table("needed")):
         made.values[key] = needed[key]  # what they gave was refused
         made.note(key, "fill in")
+        return True
+    if key not in made.values and key.endswith(".micro_batch_tokens"):
+        parts = [made.values.get(f"data.max_{part}tokens", 0) for part in ("prompt_", "response_", "")]
+        made.values[key] = made.values.get("environment.max_episode_tokens", sum(parts))  # the longest sequence
         return True
     field = _field(made.recipe, key)
     around = key.rpartition(".")[0] if field is not None and field.is_required() else key

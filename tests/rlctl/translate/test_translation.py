@@ -331,6 +331,13 @@ def test_what_a_spec_refuses_is_left_out_with_the_reason(tmp_path: Path) -> None
     assert made.notes["actor.lora.rank"] == ["left out: rank = 0: the whole model learns"]
 
 
+CISPO = {"algorithm.clip_high": 4.0, "algorithm.clip_low": None}
+MASKED = {"algorithm.correction.mode": "mask", "algorithm.correction.low": 1e-9}
+CLIPPED = {"algorithm.correction.mode": "clip", "algorithm.correction.low": 0.1}
+NOTHING_MASKED = dict.fromkeys(MASKED)
+VLLM = "use_vllm=True, vllm_importance_sampling_mode='{}', vllm_importance_sampling_clip_max={}"
+SEQUENCES = {"algorithm.kind": "gspo", "algorithm.clip_low": 0.2, "algorithm.loss_aggregation": "token-mean"}
+PRIME_SFT = "data = { seq_len = 128, batch_size = 64, micro_batch_size = 1 }\nscheduler = { type = 'cosine' }"
 GRPO = "GRPOTrainer(model='m', reward_funcs={}, args=GRPOConfig(num_generations=8, {}), peft_config=LoraConfig({}))"
 VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_training_steps=5 trainer.project_name=p "
 
@@ -359,6 +366,44 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.sh", VERL + "m.use_kl_loss=true m.kl_loss_type=mse a.kl_penalty=kl", {"algorithm.kl_estimator": "k2"}, ""),
         ("a.sh", VERL + "r.rollout_is_threshold=3 r.rollout_is=null", {"algorithm.correction.high": None}, ""),
         ("a.sh", VERL + "r.rollout_is_threshold=3 r.rollout_is=token", {"algorithm.correction.high": 3}, ""),
+        ("a.sh", VERL + "m.loss_mode=gspo", {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}, ""),
+        ("a.sh", VERL + "m.loss_mode=gspo m.clip_ratio_low=3e-4", {"algorithm.clip_low": 3e-4}, ""),
+        ("a.sh", VERL + "m.loss_mode=kl_cov", {"algorithm.covariance_share": 2e-4, "algorithm.clip_low": None}, ""),
+        ("a.sh", VERL + "data.max_response_length=9000", {"actor.micro_batch_tokens": 9512}, ""),
+        (
+            "a.py",
+            GRPO.format("f", "max_steps=5", ""),
+            {"data.max_response_tokens": 512, "algorithm.correction.mode": None},
+            "",
+        ),
+        ("a.py", GRPO.format("f", "loss_type='cispo', epsilon=0.2, epsilon_high=5.0", ""), CISPO, ""),
+        ("a.py", GRPO.format("f", "use_vllm=True", ""), {**MASKED, "algorithm.correction.high": 3.0}, ""),
+        (
+            "a.py",
+            GRPO.format("f", VLLM.format("sequence_mask", 4.0), ""),
+            {**MASKED, "algorithm.correction.high": 4.0},
+            "",
+        ),
+        (
+            "a.py",
+            GRPO.format("f", VLLM.format("token_truncate", "4.0, vllm_importance_sampling_clip_min=0.1"), ""),
+            CLIPPED,
+            "",
+        ),
+        ("a.py", GRPO.format("f", "use_vllm=True, vllm_importance_sampling_correction=False", ""), NOTHING_MASKED, ""),
+        ("a.py", GRPO.format("f", "importance_sampling_level='sequence'", ""), SEQUENCES, ""),
+        ("a.py", GRPO.format("f", "entropy_coef=0.01", ""), {"algorithm.entropy_coef": 0.01}, ""),
+        ("a.py", "RLOOTrainer(args=RLOOConfig(beta=0.1))", {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}, ""),
+        ("a.py", "KTOTrainer(args=KTOConfig(beta=1))", {"data.overlong": "truncate"}, ""),
+        (
+            "a.py",
+            "SFTTrainer(args=SFTConfig(packing=True))",
+            {"data.learn_from": None},
+            "TRL learns every token of conversations",
+        ),
+        ("a.toml", PRIME_RL, {"algorithm.scale": "none"}, ""),
+        ("a.toml", PRIME_RL.replace("num_", "n_"), {"actor.devices": [0], "rollout.devices": [1]}, ""),
+        ("a.toml", PRIME_SFT, {"data.rows_per_step": 64, "actor.optimizer.warmup_steps": 10}, "packed sequences"),
         ("a.sh", VERL + 'data.train_files=\'["a","b"]\'', {"data.train": "a"}, 'the first of ["a", "b"]'),
     ],
 )
