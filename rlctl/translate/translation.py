@@ -138,8 +138,10 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
         held = [rule.split("=", 1) for rule, _, condition in rules if _holds(condition, given, used)]
         named = ((own if target == row.ours else target, formula) for target, formula in held)
         computed = [(target, _computed(formula, given, used)) for target, formula in named]
+        if any(map(_is_code, values)) and dict(computed).get(own) is None:
+            return None
         return [pair for pair in computed if pair[1] is not None] or (None if held else [])
-    if any(isinstance(one, Code) or (isinstance(one, str) and "$" in one) for one in values):
+    if any(map(_is_code, values)):
         return None
     if not isinstance(row.how, dict):
         return [(own, value)] if row.how == "keep" or not row.remark else None
@@ -155,6 +157,10 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
         elif result is not False:
             pairs.append((own, value if result == "keep" else result))
     return pairs
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, Code) or (isinstance(value, str) and "$" in value)
 
 
 def _spelled(value: Any) -> str:
@@ -173,7 +179,7 @@ def _computed(formula: str, given: Given, used: set[str]) -> Any:
     """Return what a formula of the table gives; None where a key that it needs is not given, or is code."""
     verb, *names = formula.split() if re.match("range|list|text|functions", formula) else ("", *formula.split())
     values: list[Any] = [name if name in ("*", "/", "-", ":") else _named(name, given, used) for name in names]
-    if any(value is None or (isinstance(value, Code) and verb != "functions") for value in values):
+    if any(value is None or (_is_code(value) and verb != "functions") for value in values):
         return None
     match verb:
         case "range":

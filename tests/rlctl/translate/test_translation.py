@@ -369,6 +369,13 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.sh", VERL + "m.loss_mode=gspo", {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}, ""),
         ("a.sh", VERL + "m.loss_mode=gspo m.clip_ratio_low=3e-4", {"algorithm.clip_low": 3e-4}, ""),
         ("a.sh", VERL + "m.loss_mode=kl_cov", {"algorithm.covariance_share": 2e-4, "algorithm.clip_low": None}, ""),
+        (
+            "a.sh",
+            VERL.replace("n=8", "n=4") + "a.adv_estimator=gpg",
+            {"algorithm.group_size": 4},
+            'adv_estimator = "gpg"',
+        ),
+        ("a.sh", VERL + "trainer.n_gpus_per_node=$N", {"actor.devices": None}, 'n_gpus_per_node = "$N"'),
         ("a.sh", VERL + "data.max_response_length=9000", {"actor.micro_batch_tokens": 9512}, ""),
         (
             "a.py",
