@@ -124,7 +124,7 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
         given.pop("eval_dataset", None)
     elif held_out := _loaded(sources["eval_dataset"], assigned, known) if "eval_dataset" in sources else ():
         given |= dict(zip(("eval_dataset", "eval_config", "dataset_test_split"), held_out, strict=True))
-    return calls, given
+    return calls, dict(_leaves(given))
 
 
 def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any], split: Any = None) -> tuple[Any, ...]:
@@ -162,6 +162,10 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
             return known[node.id]
         case ast.List() | ast.Tuple():
             return [_value(one, known) for one in node.elts]
+        case ast.Dict() if all(isinstance(key, ast.Constant) for key in node.keys):
+            return {str(key.value): _value(one, known) for key, one in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
+        case ast.Call(func=ast.Name("dict"), args=[]) if all(key.arg for key in node.keywords):
+            return {str(key.arg): _value(key.value, known) for key in node.keywords}
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
         case ast.BinOp(op=ast.Mult() | ast.Add()):

@@ -376,6 +376,18 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
             'adv_estimator = "gpg"',
         ),
         ("a.sh", VERL + "trainer.n_gpus_per_node=$N", {"actor.devices": None}, 'n_gpus_per_node = "$N"'),
+        (
+            "a.py",
+            GRPO.format("f", "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': 0.1}", ""),
+            {"actor.optimizer.min_lr_ratio": 0.1},
+            "",
+        ),
+        (
+            "a.py",
+            GRPO.format("f", "model_init_kwargs=dict(attn_implementation='sdpa', dtype=D)", ""),
+            {"model.attn_implementation": "sdpa"},
+            "",
+        ),
         ("a.sh", VERL + "data.max_response_length=9000", {"actor.micro_batch_tokens": 9512}, ""),
         (
             "a.py",
