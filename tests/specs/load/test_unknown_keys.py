@@ -30,8 +30,17 @@ def test_each_foreign_key_stands_once_and_names_a_key_that_exists(of_rows: bool,
         ("reward_model", "learning_rate", "reward_model.optimizer.lr"),
         ("sft", "num_generations", None),
         ("reward_model", "precompute_ref_log_probs", None),
+        ("rl", "rollout.batch_size", "data.prompts_per_step"),  # these are OpenRLHF's
+        ("rl", "train.batch_size", "data.prompts_per_step"),
+        ("rl", "eval.dataset", "eval.data"),
+        ("rl", "eval.n_samples_per_prompt", "eval.samples_per_prompt"),
+        ("rl", "critic.model_name_or_path", "critic.model"),
+        ("rl", "reward.model_name_or_path", "reward_model.model"),
+        ("rl", "reward.num_nodes", "reward_model.nodes"),
+        ("rl", "ds.tensor_parallel_size", "actor.engine.tensor_parallel"),
     ],
 )
 def test_what_a_key_is_follows_from_the_recipe(recipe: str, key: str, ours: str | None) -> None:
-    found = foreign_key((key,), RECIPES[recipe])
-    assert (found and found.hint((key,), RECIPES[recipe]).split("`")[1]) == ours
+    path = key.split(".")
+    found = foreign_key(path, RECIPES[recipe])
+    assert (found and found.hint(path, RECIPES[recipe]).split("`")[1]) == ours
