@@ -18,6 +18,7 @@ from specs.load.unknown_keys import translation_table
 _READS = "it reads a TRL script or YAML, a verl YAML or shell script, and a prime-rl TOML"
 # Calls of a script whose keywords are settings, and what of a trainer's is none.
 _CALLS = re.compile(r"\w*(Config|Arguments|Trainer)")
+_LORA = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}  # peft's own, of most models
 _NO_SETTINGS = {"args", "train_dataset", "processing_class", "tokenizer", "callbacks", "peft_config"}
 _OVERRIDE = re.compile(r"(?:\w+=)?\(?\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # also `ARRAY=(key=value`
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)")  # one that holds no other
@@ -112,7 +113,7 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
             given["train_test_split"] = Code(ast.unparse(call))
         elif _CALLS.fullmatch(name):
             calls.add(name)
-            given |= {"r": 8, "lora_alpha": 8} if name == "LoraConfig" else {}  # peft's own
+            given |= dict(_LORA) if name == "LoraConfig" else {}
             sources |= {key.arg: key.value for key in call.keywords if key.arg in ("train_dataset", "eval_dataset")}
             model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)
             given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}

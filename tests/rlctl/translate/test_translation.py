@@ -334,6 +334,7 @@ def test_what_a_spec_refuses_is_left_out_with_the_reason(tmp_path: Path) -> None
 CISPO = {"algorithm.clip_high": 4.0, "algorithm.clip_low": None}
 MASKED = {"algorithm.correction.mode": "mask", "algorithm.correction.low": 1e-9}
 CLIPPED = {"algorithm.correction.mode": "clip", "algorithm.correction.low": 0.1}
+ALL_LINEAR = {"actor.lora.targets": ["all-linear"]}
 NOTHING_MASKED = dict.fromkeys(MASKED)
 VLLM = "use_vllm=True, vllm_importance_sampling_mode='{}', vllm_importance_sampling_clip_max={}"
 SEQUENCES = {"algorithm.kind": "gspo", "algorithm.clip_low": 0.2, "algorithm.loss_aggregation": "token-mean"}
@@ -354,6 +355,9 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.yaml", "max_length: 8\nuse_peft: false\nlora_r: 16", {"actor.lora.rank": None}, "the whole model learns"),
         ("a.py", GRPO.format("f", "delta=3.0", "r=16"), {"actor.lora.alpha": 8, "algorithm.dual_clip": 3.0}, ""),
         ("a.py", GRPO.format("[f, 'some/rm']", "", ""), {"actor.lora.rank": 8, "algorithm.group_size": 8}, ""),
+        ("a.yaml", "max_length: 8\nuse_peft: true", {"actor.lora.targets": ["q_proj", "v_proj"]}, ""),
+        ("a.yaml", "max_length: 8\nuse_peft: true\nlora_target_modules: all-linear", ALL_LINEAR, ""),
+        ("a.py", GRPO.format("f", "", ""), {"actor.lora.targets": ["q_proj", "v_proj"]}, ""),
         ("a.sh", VERL + "m.lora_rank=0 m.lora_alpha=16", {"actor.lora.alpha": None}, "alpha = 16: the whole"),
         ("a.sh", VERL + "trainer.logger='[\"console\"]'", {"tracking": None}, ""),
         ("a.sh", VERL.replace("n=8", "n=1") + "a.adv_estimator=grpo", {"algorithm.group_size": 8}, "group_size = 1"),
