@@ -203,7 +203,8 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
         lines["sync"] = _way(sampling, meaning["sync"])
         if ahead := sampling.rollout.max_staleness:
             when, old = (f"the next {ahead} steps", f"1 to {ahead} steps") if ahead > 1 else ("the next step", "1 step")
-            every = f"every {ahead} steps" if ahead > 1 else "every step"
+            old = f"at most {counted(ahead, 'step')}" if sampling.rollout.in_flight else old
+            every = f"every {ahead} steps" if ahead > 1 and not sampling.rollout.in_flight else "every step"
             drawn = f"the samples of {when} are drawn while the actor learns"
             lines["ahead"] = f"{drawn}: {old} old; weights travel {every}"
     if spec.every is not None:

@@ -51,6 +51,8 @@ def test_a_good_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = as_text(spec, capsys, *own, "rollout.max_staleness=2")
     assert any("64 prompts × 16 completions = 1024 samples" in line for line in lines)
     assert any(line.startswith("ahead the samples of the next 2 steps are drawn while") for line in lines)
+    lines = as_text(spec, capsys, *own, "rollout.max_staleness=2", "rollout.in_flight=true")
+    assert any(line.endswith("learns: at most 2 steps old; weights travel every step") for line in lines)
     assert "actor eager eager as asked" in lines
     assert lines[-1] == f"ok: {spec}"
 
