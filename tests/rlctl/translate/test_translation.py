@@ -424,7 +424,7 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
             {"data.learn_from": None},
             "TRL learns every token of conversations",
         ),
-        ("a.toml", PRIME_RL, {"algorithm.scale": "none"}, ""),
+        ("a.toml", PRIME_RL, {"algorithm.scale": "none", "rollout.in_flight": True}, ""),
         ("a.toml", PRIME_RL.replace("num_", "n_"), {"actor.devices": [0], "rollout.devices": [1]}, ""),
         ("a.toml", PRIME_SFT, {"data.rows_per_step": 64, "actor.optimizer.warmup_steps": 10}, "packed sequences"),
         ("a.sh", VERL + 'data.train_files=\'["a","b"]\'', {"data.train": "a"}, 'the first of ["a", "b"]'),
