@@ -335,6 +335,7 @@ CISPO = {"algorithm.clip_high": 4.0, "algorithm.clip_low": None}
 MASKED = {"algorithm.correction.mode": "mask", "algorithm.correction.low": 1e-9}
 CLIPPED = {"algorithm.correction.mode": "clip", "algorithm.correction.low": 0.1}
 ALL_LINEAR = {"actor.lora.targets": ["all-linear"]}
+CONSTANT = "token-sum-constant"
 NOTHING_MASKED = dict.fromkeys(MASKED)
 VLLM = "use_vllm=True, vllm_importance_sampling_mode='{}', vllm_importance_sampling_clip_max={}"
 SEQUENCES = {"algorithm.kind": "gspo", "algorithm.clip_low": 0.2, "algorithm.loss_aggregation": "token-mean"}
@@ -370,6 +371,9 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.sh", VERL + "m.use_kl_loss=true m.kl_loss_type=mse a.kl_penalty=kl", {"algorithm.kl_estimator": "k2"}, ""),
         ("a.sh", VERL + "r.rollout_is_threshold=3 r.rollout_is=null", {"algorithm.correction.high": None}, ""),
         ("a.sh", VERL + "r.rollout_is_threshold=3 r.rollout_is=token", {"algorithm.correction.high": 3}, ""),
+        ("a.sh", VERL + "a.adv_estimator=rloo", {"algorithm.loss_aggregation": "token-mean"}, ""),
+        ("a.sh", VERL + "m.loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.loss_aggregation": CONSTANT}, ""),
+        ("a.sh", VERL + "m.loss_agg_mode=token-mean m.loss_mode=gspo", {"algorithm.loss_aggregation": None}, ""),
         ("a.sh", VERL + "m.loss_mode=gspo", {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}, ""),
         ("a.sh", VERL + "m.loss_mode=gspo m.clip_ratio_low=3e-4", {"algorithm.clip_low": 3e-4}, ""),
         ("a.sh", VERL + "m.loss_mode=kl_cov", {"algorithm.covariance_share": 2e-4, "algorithm.clip_low": None}, ""),
