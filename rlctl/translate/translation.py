@@ -275,9 +275,11 @@ def _complete(made: Translation, cluster: str) -> None:
         if not values.keys() & {"environment.path", "environment.tools", "environment.agent"}:
             values["environment.tools"] = ["tools.py:tool"]
             made.note("environment.tools", "fill in")
-    if any(int(value) > 1 for key, value in values.items() if key.endswith(".nodes")):
+    if "rollout.first_node" in values or any(int(values[key]) > 1 for key in values if key.endswith(".nodes")):
         values["cluster.kind"] = cluster
-    for key in [key for key, value in values.items() if value in ([], "rl") or (key.endswith(".nodes") and value == 1)]:
+    if values["run.recipe"] == "rl":
+        del values["run.recipe"]
+    for key in [key for key, value in values.items() if value == [] or (key.endswith(".nodes") and value == 1)]:
         del values[key]
     if values.get("actor.processes", 1) > 1:
         values |= {"actor.launcher": "torchrun", "actor.engine.kind": values.get("actor.engine.kind", "fsdp2")}

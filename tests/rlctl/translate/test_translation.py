@@ -428,6 +428,8 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
             {"data.learn_from": None},
             "TRL learns every token of conversations",
         ),
+        ("rl.toml", PRIME_RL.replace(', name = "first"', ""), {"run.name": "rl", "run.steps": 100}, ""),
+        ("a.toml", PRIME_NODES.replace("nodes = 2", "nodes = 1"), {"cluster.kind": "ray"}, ""),
         ("a.toml", PRIME_RL, {"algorithm.scale": "none", "rollout.in_flight": True}, ""),
         ("a.toml", PRIME_RL.replace("num_", "n_"), {"actor.devices": [0], "rollout.devices": [1]}, ""),
         ("a.toml", PRIME_SFT, {"data.rows_per_step": 64, "actor.optimizer.warmup_steps": 10}, "packed sequences"),
