@@ -184,7 +184,10 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
     known: dict[str, str] = {"HOME": "~"}
 
     def variable(found: re.Match[str]) -> str:
-        return known.get(found[1] or found[3], found[0] if found[2] is None else found[2])
+        value = known.get(found[1] or found[3], found[0])
+        return (
+            value if found[2] is None or value not in ("", found[0]) else found[2]
+        )  # an empty one has the default too
 
     def computed(found: re.Match[str]) -> str:
         numbers = {name: int(value) for name, value in known.items() if value.isdigit()}

@@ -56,7 +56,7 @@ def test_json_is_read_as_yaml_is(tmp_path: Path) -> None:
 
 def test_a_script_gives_its_variables_their_first_value(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(
-        "N=${N:-4}\nM=$N\ncase $X in npu) N=16;; esac\nARGS=(trainer.nnodes=$M)\n"
+        "E=${E:-}\nN=${E:-4}\nM=$N\ncase $X in npu) N=16;; esac\nARGS=(trainer.nnodes=$M)\n"
         "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$((N * 2 + 1)) data.x=$DIR/a \\\n  a.b=c\n"
     )
     assert read_foreign(tmp_path / "a.sh")[1] == {
