@@ -336,6 +336,7 @@ MASKED = {"algorithm.correction.mode": "mask", "algorithm.correction.low": 1e-9}
 CLIPPED = {"algorithm.correction.mode": "clip", "algorithm.correction.low": 0.1}
 ALL_LINEAR = {"actor.lora.targets": ["all-linear"]}
 CONSTANT = "token-sum-constant"
+TAUGHT = {"algorithm.kind": "distill", "ref.model": "t", "algorithm.scale": None}
 NOTHING_MASKED = dict.fromkeys(MASKED)
 VLLM = "use_vllm=True, vllm_importance_sampling_mode='{}', vllm_importance_sampling_clip_max={}"
 SEQUENCES = {"algorithm.kind": "gspo", "algorithm.clip_low": 0.2, "algorithm.loss_aggregation": "token-mean"}
@@ -430,6 +431,7 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ),
         ("rl.toml", PRIME_RL.replace(', name = "first"', ""), {"run.name": "rl", "run.steps": 100}, ""),
         ("a.toml", PRIME_NODES.replace("nodes = 2", "nodes = 1"), {"cluster.kind": "ray"}, ""),
+        ("a.toml", PRIME_RL + "[orchestrator.algo]\ntype = 'opd'\nteacher = { name = 't' }", TAUGHT, ""),
         ("a.toml", PRIME_RL, {"algorithm.scale": "none", "rollout.in_flight": True}, ""),
         ("a.toml", PRIME_RL.replace("num_", "n_"), {"actor.devices": [0], "rollout.devices": [1]}, ""),
         ("a.toml", PRIME_SFT, {"data.rows_per_step": 64, "actor.optimizer.warmup_steps": 10}, "packed sequences"),
