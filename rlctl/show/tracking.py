@@ -15,9 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
+from rlctl.show.text_format import counted
 from specs.errors import Interrupted, NotHere, Problem, RlctlError, SpecError
 from specs.json_file import read_object, write_object
 from specs.load.dotted_keys import flattened
@@ -25,6 +28,8 @@ from specs.schema import tracker_tables as tables
 from specs.schema.spec import Spec
 
 STATE_FILE = "trackers.json"
+WAIT_S = 2.0  # that a step waits for a tracker
+WAITING = 1000  # steps that wait for a tracker that is slower than they
 Say = Callable[[str], None]
 Guard = Callable[[], AbstractContextManager[None]]
 Ended = Literal["finished", "failed", "interrupted"]
@@ -32,44 +37,106 @@ Rows = Sequence[Mapping[str, Any]]  # decoded samples of a step, all with the sa
 
 
 class Trackers:
-    """Hand each step to every tracker, within a `with` block."""
+    """Hand each step to every tracker, within a `with` block, in which standard output is left to the result."""
 
     def __init__(
         self, opened: Sequence[tuple[tables.Tracker, TrackerClient]], warn: Say, at_once: Guard = nullcontext
     ) -> None:
-        self._opened, self._warn, self._at_once = list(opened), warn, at_once
+        self._sides, self._warn, self._at_once = [_Beside(*one) for one in opened], warn, at_once
+        self._stdout = redirect_stdout(sys.stderr) if opened else nullcontext()
 
     def log(self, metrics: Mapping[str, Any], samples: Rows = ()) -> None:
         """Log a line of `metrics.jsonl` and samples of its step; values that are no finite numbers are left out."""
         step = int(metrics["step"])
         numbers = {key: value for key, value in metrics.items() if key != "step" and isinstance(value, int | float)}
         values = {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
-        for table, tracker in list(self._opened):
-            every = table.samples_every
+        for side in list(self._sides):
+            every = side.table.samples_every
             due = every and (step == 1 or step % every == 0)
             try:
-                with self._at_once(), redirect_stdout(sys.stderr):
-                    tracker.log(step, values, sample_rows(step, samples) if due else ())
+                with self._at_once():
+                    late = side.log(step, values, sample_rows(step, samples) if due else ())
             except Interrupted as error:  # it may be well, and is closed as the others are
-                self._warn(f"{table.kind} may lack step {step}: {_words(error)}")
-            except Exception as error:  # of a foreign package and its network: any
-                self._opened.remove((table, tracker))
-                self._warn(f"{table.kind} takes no more metrics from step {step} on: {_words(error)}")
+                side.held = True
+                self._warn(f"{side.table.kind} may lack step {step}: {_words(error)}")
+                continue
+            if late:
+                waits = f"the run goes on, and up to {WAITING} steps wait for it"
+                self._warn(f"{side.table.kind} has not taken step {step} in {WAIT_S:.0f} s: {waits}")
+            self._leave_out_failed(side)
+
+    def _leave_out_failed(self, side: _Beside) -> None:
+        if side.failed is not None:
+            step, error = side.failed
+            self._sides.remove(side)
+            self._warn(f"{side.table.kind} takes no more metrics from step {step} on: {_words(error)}")
 
     def __enter__(self) -> Self:
+        self._stdout.__enter__()
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
-        self.close("interrupted" if interrupted else "failed" if error else "finished")
+        try:
+            self.close("interrupted" if interrupted else "failed" if error else "finished")
+        finally:
+            self._stdout.__exit__(None, None, None)
 
     def close(self, ended: Ended) -> None:
-        for table, tracker in self._opened:
+        for side in list(self._sides):
             try:
                 with self._at_once(), redirect_stdout(sys.stderr):
-                    tracker.close(ended)
+                    side.finish()
+                    self._leave_out_failed(side)
+                    if side in self._sides:
+                        side.tracker.close(ended)
             except Exception as failure:
-                self._warn(f"{table.kind} may lack the last metrics: {_words(failure)}")
+                self._warn(f"{side.table.kind} may lack the last metrics: {_words(failure)}")
+            if side.lost:
+                self._warn(f"{side.table.kind} lacks {counted(side.lost, 'step')}: too many waited for it")
+
+
+class _Beside:
+    """Log to one tracker in a thread of its own: a server that hangs, and a package that tries again for minutes, hold
+    one step up for `WAIT_S`; from then on steps wait for the tracker beside the run."""
+
+    def __init__(self, table: tables.Tracker, tracker: TrackerClient) -> None:
+        self.table, self.tracker = table, tracker
+        self.failed: tuple[int, Exception] | None = None  # the step, and why
+        self.lost = 0  # steps that found too many waiting
+        self.held = False  # a person did not wait for it
+        self._prompt = True
+        self._steps: Queue[tuple[int, Mapping[str, float], Rows] | None] = Queue(WAITING)
+        Thread(target=self._work, daemon=True).start()
+
+    def log(self, step: int, values: Mapping[str, float], rows: Rows) -> bool:
+        """Hand over a step and wait until it is logged. Return True the first time that lasts, which is the last."""
+        try:
+            self._steps.put_nowait((step, values, rows))
+        except Full:
+            self.lost += 1
+        late = self._prompt and not self._wait(WAIT_S)
+        self._prompt &= not late
+        return late
+
+    def finish(self) -> None:
+        """Wait until all steps are logged, as long as the package tries, and end the thread."""
+        if not self.held:
+            self._wait(None)
+            self._steps.put_nowait(None)
+
+    def _wait(self, most_s: float | None) -> bool:
+        with self._steps.all_tasks_done:
+            return self._steps.all_tasks_done.wait_for(lambda: not self._steps.unfinished_tasks, most_s)
+
+    def _work(self) -> None:
+        while (item := self._steps.get()) is not None:
+            try:
+                if self.failed is None:
+                    self.tracker.log(*item)
+            except Exception as error:  # of a foreign package and its network: any
+                self.failed = item[0], error
+            self._steps.task_done()
 
 
 def sample_rows(step: int, samples: Rows) -> Rows:
@@ -303,10 +370,11 @@ class MLflowTracker(TrackerClient):
         return text if len(text) <= self.longest else text[: self.longest - 1] + "…"
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
-        self._mlflow.log_metrics({_mlflow_name(key): value for key, value in metrics.items()}, step=step)
+        named, run_id = {_mlflow_name(key): value for key, value in metrics.items()}, self.remembers["run_id"]
+        self._mlflow.log_metrics(named, step=step, run_id=run_id)  # in another thread no run is the active one
         if samples:
             columns = {name: [row[name] for row in samples] for name in samples[0]}
-            self._mlflow.log_table(columns, artifact_file="samples.json")
+            self._mlflow.log_table(columns, artifact_file="samples.json", run_id=run_id)
 
     def close(self, ended: Ended) -> None:
         self._mlflow.end_run(status=self.statuses[ended])

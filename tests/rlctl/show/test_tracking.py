@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,7 +16,8 @@ from small_spec import raw_spec
 from tracker_packages.told import told
 
 from rlctl.run.interrupt import Interrupt
-from rlctl.show.tracking import TRACKERS, open_trackers
+from rlctl.show import tracking
+from rlctl.show.tracking import TRACKERS, TensorBoardTracker, open_trackers
 from specs.errors import Interrupted, RlctlError, SpecError
 from specs.load.keys import kinds_of, tables_of
 from specs.load.load import spec_from
@@ -226,6 +228,28 @@ def test_a_wait_for_a_server_ends_with_a_signal(
     assert calls("mlflow.end_run") == ([{"status": "KILLED"}] if call == "mlflow.log_metrics" else [])
     said = {"mlflow.log_metrics": "may lack step 1", "mlflow.end_run": "may lack the last metrics"}.get(call)
     assert warned == ([f"mlflow {said}: interrupted (SIGINT)"] if said else [])
+
+
+def test_a_server_that_hangs_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, logged, warned = threading.Event(), list[int](), list[str]()
+
+    class Hanging(TensorBoardTracker):
+        def log(self, step: int, *_: Any) -> None:
+            assert answers.wait(60)
+            logged.append(step)
+
+    monkeypatch.setattr(tracking, "WAIT_S", 0.2)
+    monkeypatch.setattr(tracking, "WAITING", 3)
+    monkeypatch.setitem(TRACKERS, "tensorboard", Hanging)
+    spec, began = spec_with({"kind": "tensorboard"}), time.monotonic()
+    with open_trackers(spec, tmp_path, resume=False, say=print, warn=warned.append) as trackers:
+        for step in range(1, 7):  # one is at the tracker, three wait, and two find no room
+            trackers.log({"step": step, "reward/mean": 1.0})
+        assert time.monotonic() - began < 30
+        assert [line.split(":")[0] for line in warned] == ["tensorboard has not taken step 1 in 0 s"]
+        answers.set()
+    assert logged == [1, 2, 3, 4]
+    assert warned[1:] == ["tensorboard lacks 2 steps: too many waited for it"]
 
 
 @pytest.mark.parametrize(("error", "status"), [(RlctlError("x"), "FAILED"), (Interrupted("x"), "KILLED")])

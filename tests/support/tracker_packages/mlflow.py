@@ -43,6 +43,7 @@ def log_params(params: dict[str, Any], synchronous=None, run_id=None) -> None:
 
 def log_metrics(metrics: dict[str, float], step=None, synchronous=None, run_id=None, timestamp=None, model_id=None,
                 dataset=None) -> None:  # fmt: skip
+    assert run_id, "in a thread that started none, MLflow would begin another run"
     if not _named(metrics):
         raise MlflowException("INVALID_PARAMETER_VALUE")
     tell("mlflow.log_metrics", metrics=metrics, step=step)
@@ -53,6 +54,7 @@ def log_dict(dictionary: dict[str, Any], artifact_file: str, run_id=None) -> Non
 
 
 def log_table(data: dict[str, Any], artifact_file: str, run_id=None) -> None:
+    assert run_id, "in a thread that started none, MLflow would begin another run"
     tell("mlflow.log_table", artifact_file=artifact_file, data=data)
 
 
