@@ -36,7 +36,8 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
     if not _NAME.fullmatch(name):
         raise UsageError(f"{option}: not the name of a repository", hint="write OWNER/NAME, or NAME for your own")
     if offline():
-        raise UsageError(f"{option}: HF_HUB_OFFLINE is set", hint="unset it, or push later: `hf upload NAME OUT_DIR`")
+        hint = "unset it, or push later: `hf upload NAME OUT_DIR --private`"
+        raise UsageError(f"{option}: HF_HUB_OFFLINE is set", hint=hint)
     if not get_token():
         raise UsageError(f"{option}: this machine has no token of the hub", hint="`hf auth login`, or set HF_TOKEN")
     api = HfApi(endpoint())
@@ -53,7 +54,7 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
         )
         raise UsageError(f"{option}: the hub answered {code}: {_words(error)}", hint=hint) from None
     except (HTTPError, OSError) as error:
-        hint = "see that this machine reaches the hub, or push later: `hf upload NAME OUT_DIR`"
+        hint = "see that this machine reaches the hub, or push later: `hf upload NAME OUT_DIR --private`"
         raise UsageError(f"{option}: the hub cannot be reached: {_words(error)}", hint=hint) from None
     if not there.private and not public:
         raise UsageError(f"{option}: {name} is public", hint="add --public to push there, or name another repository")
@@ -75,7 +76,8 @@ def push(repo: HubRepo, folder: Path, message: str) -> str:
         api.upload_folder(repo_id=repo.name, folder_path=folder, commit_message=message, delete_patterns=_WEIGHTS)
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         message = f"{folder} is exported, but not on the hub: {_words(error)}"
-        raise ExportError(message, hint=f"`hf upload {repo.name} {folder}` tries again") from None
+        again = f"hf upload {repo.name} {folder}{' --private' * (not repo.public)} --delete '*.safetensors*'"
+        raise ExportError(message, hint=f"`{again}` tries again") from None
     return f"{api.endpoint}/{repo.name}"
 
 

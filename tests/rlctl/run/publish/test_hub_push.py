@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +92,24 @@ def test_without_a_token_or_network_the_export_does_not_begin(
         find_repo("mine", public=False)
 
 
+@pytest.mark.parametrize("public", [False, True])
+def test_the_command_that_tries_again_does_what_the_push_would_have_done(
+    hub: PushedHub, folder: Path, public: bool
+) -> None:
+    hub.refuses.add("create")
+    with pytest.raises(ExportError) as caught:
+        push(find_repo("mine", public=public), folder, "x")
+    hub.refuses.clear()
+    again = shlex.split(caught.value.hint.split("`")[1])
+    variables = {**os.environ, **hub_pushed.variables(hub)}
+    subprocess.run([Path(sys.executable).with_name("hf"), *again[1:]], env=variables, check=True, timeout=60)
+    assert hub.repos["me/mine"].private is not public
+    old = {"model-00001-of-00001.safetensors": b"old", "model.safetensors.index.json": b"{}"}
+    hub.repos["me/mine"].files.update(old)
+    subprocess.run([Path(sys.executable).with_name("hf"), *again[1:]], env=variables, check=True, timeout=60)
+    assert hub.repos["me/mine"].files == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(("what", "said"), [("create", "don't have the rights"), ("commit", "over your quota")])
 def test_a_refused_push_leaves_the_export_and_says_how_to_push_it(
     hub: PushedHub, folder: Path, what: str, said: str
@@ -96,5 +118,5 @@ def test_a_refused_push_leaves_the_export_and_says_how_to_push_it(
     with pytest.raises(ExportError, match=said) as caught:
         push(find_repo("mine", public=False), folder, "x")
     assert f"{folder} is exported, but not on the hub" in caught.value.message
-    assert caught.value.hint == f"`hf upload me/mine {folder}` tries again"
+    assert caught.value.hint == f"`hf upload me/mine {folder} --private --delete '*.safetensors*'` tries again"
     assert (folder / "model.safetensors").is_file()
