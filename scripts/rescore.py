@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -72,8 +72,9 @@ def rescore(path: Path, dtype: str, step: int | None, rows: int) -> None:
 def read(path: Path) -> tuple[Batch, dict[str, Any]]:
     try:
         with safe_open(path, "np") as file:
-            return Batch({name: file.get_tensor(name) for name in [*file.keys()]}), json.loads(file.metadata()[HEADER])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+            about = json.loads(file.metadata()[HEADER])
+            return Batch({name: file.get_tensor(name) for name in [*file.keys()]}), about
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         hint = "pass a gap_step_NNNNNN.safetensors of a run directory"
         raise UsageError(f"{path} is not a kept batch: {error}", hint=hint) from None
 

@@ -153,6 +153,13 @@ def test_a_sampler_that_lies_is_stopped_before_its_samples_teach(kind, name, opt
     assert int(row[-1]) == 1, "the second token of the answer is the first that is wrong"
 
 
+def test_a_batch_that_was_written_in_half_is_named(tmp_path):
+    (path := tmp_path / "gap_step_000012.safetensors").write_bytes(b"half a header")
+    done = rescored(path)
+    assert done.returncode == 2, done.stderr
+    assert f"error: {path} is not a kept batch" in done.stderr
+
+
 def test_a_small_lie_is_a_warning(site, tmp_path):
     run, done = run_with("lying-fake", site, tmp_path, "rollout.engine.nats=0.05", "rollout.engine.after=0")
     assert done.returncode == 0, done.stdout + done.stderr
