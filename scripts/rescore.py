@@ -94,8 +94,7 @@ def actor(about: dict[str, Any], dtype: str) -> TrainEngine:
 def load_weights(engine: TrainEngine, run_dir: Path, step: int) -> int:
     """Load the checkpoint of `step`, or the newest before it; return its step. 0: as built."""
     root = run_dir / "checkpoints"
-    there = [int(found.name.removeprefix("step_")) for found in root.glob("step_*")]
-    best = max((found for found in there if found <= step), default=0)
+    best = max((found for found in checkpoints.steps_in(root) if found <= step), default=0)
     if best:
         engine.load(checkpoints.read(checkpoints.step_path(root, best)).path / "actor")
     return best

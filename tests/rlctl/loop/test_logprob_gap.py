@@ -145,6 +145,7 @@ def test_a_sampler_that_lies_is_stopped_before_its_samples_teach(kind, name, opt
         assert part in error, error
     # The state before the update was saved, and the batch scores there as the trainer had it: the sampler is at fault.
     assert (run / "checkpoints" / f"step_{step - 1:06d}").is_dir()
+    (run / "checkpoints" / "step_000001 (copy)").mkdir()  # what a person put there is not ours
     again = rescored(path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "the sampler's log-probs are off" in again.stdout
