@@ -220,7 +220,8 @@ class Progress:
         if self.console.width < NARROW:
             return _fitting([Text(step), Text(eta), name], self.console.width)
         head = Table.grid(padding=(0, 2), expand=True)
-        for ratio in (None, None, 1, None):
+        head.add_column(no_wrap=True, max_width=self.console.width - len(step) - len(eta) - 10)
+        for ratio in (None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
         bar = ProgressBar(total=max(1, self._total), completed=self._step, complete_style="cyan")
         head.add_row(name, Text(step), bar, Text(eta))

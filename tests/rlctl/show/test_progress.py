@@ -132,6 +132,17 @@ def test_the_panel_fits_its_width_and_shows_everything(clock: HandClock, width: 
     assert "warning: odd [numbers]" in text_of(target)
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_long_name_leaves_room_for_the_step_and_the_estimate(clock: HandClock, width: int) -> None:
+    target = console(width, terminal=True)
+    with Progress(12_000, 0, "grpo-qwen2.5-7b-gsm8k-lr1e-6-kl0.001-seed0-" * 3, target) as bar:
+        run(bar, clock, range(1, 3), 60.0)
+    head = next(line for line in text_of(target).splitlines()[::-1] if "ETA" in line)
+    assert "grpo-" in head
+    assert "step 2/12000" in head
+    assert head.endswith("2:00 · ETA 8d 07:58")
+
+
 def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(clock: HandClock) -> None:
     bar = Progress(100, 0, "resumed", console(terminal=False))
     bar.start_at(90)
