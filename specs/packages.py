@@ -49,6 +49,11 @@ def package_path(theirs: str) -> str:
     return os.pathsep.join([ours, *(part for part in theirs.split(os.pathsep) if part and part != ours)])
 
 
+def with_our_packages() -> dict[str, str]:
+    """Return this environment for another `python -P` that imports our packages, whatever the current folder holds."""
+    return {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH", ""))}
+
+
 def in_clone() -> bool:
     return not _SHIPPED.is_dir()
 

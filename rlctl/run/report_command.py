@@ -19,6 +19,7 @@ from rlctl.show.report_page import write_page
 from rlctl.show.screen import progress_screen
 from rlctl.show.text_format import columns
 from specs.errors import RlctlError, RunDirError, UsageError
+from specs.packages import with_our_packages
 from specs.terminal import json_text
 
 REPORT_S = 30.0  # between two writings of the report of a run
@@ -31,7 +32,7 @@ class RunningReport:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._command = [sys.executable, "-m", "rlctl", "report", str(run_dir)]
+        self._command = [sys.executable, "-P", "-m", "rlctl", "report", str(run_dir)]
         self._process: subprocess.Popen[bytes] | None = None
         self._due = time.monotonic() + REPORT_S
 
@@ -42,7 +43,8 @@ class RunningReport:
             return
         self._due, none = now + max(REPORT_S, 0.02 * step), subprocess.DEVNULL
         with suppress(OSError):
-            self._process = subprocess.Popen(self._command, stdin=none, stdout=none, stderr=none)
+            env = with_our_packages()
+            self._process = subprocess.Popen(self._command, stdin=none, stdout=none, stderr=none, env=env)
 
     def close(self) -> None:
         """Wait for a page being written, which would replace the one of the end."""

@@ -16,6 +16,7 @@ from rlctl.run.export import export, find
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.show.screen import Screen
 from specs.errors import UsageError
+from specs.packages import with_our_packages
 from specs.schema.roles import ACTOR
 
 CONTEXT = 8192  # tokens, of a model that takes as many
@@ -101,8 +102,8 @@ def _model_of(what: str, step: int | None) -> str:
 
 def _run(config: str) -> int:
     """Have the process that holds the model serve it, until a signal ends both."""
-    command = [sys.executable, "-m", "workers.episodes.served_model"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    command, env = [sys.executable, "-P", "-m", "workers.episodes.served_model"], with_our_packages()
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=env)
     assert process.stdin is not None
     try:
         with as_ctrl_c():

@@ -7,7 +7,6 @@ continues: runs that are done stay, others are resumed.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import signal
 import subprocess
@@ -35,6 +34,7 @@ from specs.errors import Problem, SpecError, UsageError
 from specs.json_file import write_object
 from specs.load.load import load_spec
 from specs.load.overrides import parse_value
+from specs.packages import with_our_packages
 from specs.terminal import json_text
 
 POLL_S = 0.2
@@ -246,8 +246,8 @@ class Runs:
         trial = self.table.trials[name]
         resumed = ["--resume"] if trial.state == "begun" else []
         settings = [word for text in trial.overrides for word in ("--set", text)]
-        command = [sys.executable, "-c", TRAIN, str(self.spec_path), "--run-dir", str(trial.run_dir)]
-        env = {"WANDB_RUN_GROUP": self.folder.name, **os.environ}
+        command = [sys.executable, "-P", "-c", TRAIN, str(self.spec_path), "--run-dir", str(trial.run_dir)]
+        env = {"WANDB_RUN_GROUP": self.folder.name, **with_our_packages()}
         if self.jobs > 1:
             env.setdefault("RLCTL_CPU_CORES", str(max(1, usable_cores() // self.jobs)))
         with (self.folder / f"{name}.log").open("ab") as log:

@@ -18,6 +18,9 @@ def test_a_running_page_is_there_once_it_is_waited_for(tmp_path: Path, monkeypat
     (tmp_path / "resolved.json").write_text('{"run": {"name": "mine"}}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     lock, page = RunLock(tmp_path, ""), tmp_path / "report.html"
+    (mine := tmp_path / "mine" / "workers").mkdir(parents=True)  # what is in the current folder is not ours
+    (mine / "__init__.py").touch()
+    monkeypatch.chdir(mine.parent)
     early = RunningReport(tmp_path)
     monkeypatch.setattr(report_command, "REPORT_S", 0.0)
     due = RunningReport(tmp_path)

@@ -167,6 +167,16 @@ def test_the_same_call_goes_on_where_it_was(
     assert [trial.state for trial in trials] == ["begun", "done before"]
 
 
+def test_packages_in_the_current_folder_are_not_ours(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mine := tmp_path / "mine" / "workers").mkdir(parents=True)
+    (mine / "__init__.py").touch()
+    monkeypatch.chdir(mine.parent)
+    assert sweep(spec, ["run.seed=0,1", "run.steps=1"], tmp_path / "out", 1, dry_run=False) == 0
+    assert [metrics(tmp_path / "out" / f"seed_{seed}")[-1]["step"] for seed in (0, 1)] == [1, 1]
+
+
 def test_a_run_that_fails_says_why_and_the_others_are_run(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
