@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.models.hub import endpoint, offline
+from rlctl.models.hub import TIMEOUT_S, endpoint, offline
 from specs.errors import ExportError, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -31,6 +31,7 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
     repository that is public where `public` was not asked for, or private where it was."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
     option = f"--push-to-hub {name}"
     if not _NAME.fullmatch(name):
@@ -41,10 +42,11 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
     if not get_token():
         raise UsageError(f"{option}: this machine has no token of the hub", hint="`hf auth login`, or set HF_TOKEN")
     api = HfApi(endpoint())
-    try:
-        user = api.whoami()["name"]
-        name = name if "/" in name else f"{user}/{name}"
-        there = api.repo_info(name)
+    try:  # `api.whoami` would wait for an answer for ever
+        about = get_session().get(f"{api.endpoint}/api/whoami-v2", headers=build_hf_headers(), timeout=TIMEOUT_S)
+        hf_raise_for_status(about)
+        name = name if "/" in name else f"{about.json()['name']}/{name}"
+        there = api.repo_info(name, timeout=TIMEOUT_S)
     except RepositoryNotFoundError:
         return HubRepo(name, public, there=False)
     except HfHubHTTPError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import hub_pushed
 import pytest
 from hub_pushed import PushedHub, Repo
 
+from rlctl.run.publish import hub_push
 from rlctl.run.publish.hub_push import find_repo, push
 from specs.errors import ExportError, UsageError
 
@@ -90,6 +92,14 @@ def test_without_a_token_or_network_the_export_does_not_begin(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UsageError, match="the hub cannot be reached"):
         find_repo("mine", public=False)
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(hub: PushedHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(hub_push, "TIMEOUT_S", 0.2)
+        with pytest.raises(UsageError, match="the hub cannot be reached"):
+            find_repo("mine", public=False)
 
 
 @pytest.mark.parametrize("public", [False, True])
