@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,6 +85,9 @@ class PushHandler(Handler):
             ]
             self._say(200, {"files": files})
         elif "/commit/" in path:
+            if "a person" in self.pushed.refuses:
+                os.kill(os.getpid(), signal.SIGINT)
+                return time.sleep(2)
             if "commit" in self.pushed.refuses:
                 return self._say(403, {"error": "You are over your quota"})
             repo = self._repo(path)

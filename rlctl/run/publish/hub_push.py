@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.models.hub import TIMEOUT_S, endpoint, offline
-from specs.errors import ExportError, UsageError
+from specs.errors import ExportError, Interrupted, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 # Files of an earlier export that the new one may not replace by name.
@@ -67,7 +67,7 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
 
 def push(repo: HubRepo, folder: Path, message: str) -> str:
     """Upload the folder as one commit; weights of earlier exports go. Returns the repository's address. Raises
-    ExportError."""
+    ExportError or Interrupted."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
@@ -76,14 +76,15 @@ def push(repo: HubRepo, folder: Path, message: str) -> str:
         if not repo.there:
             api.create_repo(repo.name, private=not repo.public, exist_ok=True)
         api.upload_folder(repo_id=repo.name, folder_path=folder, commit_message=message, delete_patterns=_WEIGHTS)
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        message = f"{folder} is exported, but not on the hub: {_words(error)}"
+    except (HTTPError, OSError, ValueError, RuntimeError, KeyboardInterrupt) as error:
+        kind = Interrupted if isinstance(error, KeyboardInterrupt) else ExportError
         again = f"hf upload {repo.name} {folder}{' --private' * (not repo.public)} --delete '*.safetensors*'"
-        raise ExportError(message, hint=f"`{again}` tries again") from None
+        message = f"{folder} is exported, but not on the hub: {_words(error)}"
+        raise kind(message, hint=f"`{again}` tries again") from None
     return f"{api.endpoint}/{repo.name}"
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     """Return the first line of what huggingface_hub says."""
     said = getattr(error, "server_message", None) or str(error)
     return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)

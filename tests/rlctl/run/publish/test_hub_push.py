@@ -16,7 +16,7 @@ from hub_pushed import PushedHub, Repo
 
 from rlctl.run.publish import hub_push
 from rlctl.run.publish.hub_push import find_repo, push
-from specs.errors import ExportError, UsageError
+from specs.errors import ExportError, Interrupted, UsageError
 
 
 @pytest.fixture
@@ -130,3 +130,10 @@ def test_a_refused_push_leaves_the_export_and_says_how_to_push_it(
     assert f"{folder} is exported, but not on the hub" in caught.value.message
     assert caught.value.hint == f"`hf upload me/mine {folder} --private --delete '*.safetensors*'` tries again"
     assert (folder / "model.safetensors").is_file()
+
+
+def test_a_push_that_a_person_ends_says_what_is_there(hub: PushedHub, folder: Path) -> None:
+    hub.refuses.add("a person")
+    with pytest.raises(Interrupted, match=f"{folder} is exported, but not on the hub") as caught:
+        push(find_repo("mine", public=False), folder, "x")
+    assert "`hf upload me/mine" in caught.value.hint
