@@ -35,6 +35,11 @@ class TreeTurn:
     asked: int = 1  # times
 
     @property
+    def key(self) -> tuple[bytes, int, str]:
+        """Return what a request has in common with its retries."""
+        return self.digests[-1], self.request.max_tokens, self.request.seed
+
+    @property
     def root(self) -> TreeTurn:
         turn = self
         while turn.parent is not None:
@@ -53,28 +58,28 @@ class TurnTree:
     def __init__(self, name: str) -> None:
         self._name, self._count = name, 0
         self.turns: list[TreeTurn] = []
-        self._by_request: dict[bytes, list[TreeTurn]] = {}
+        self._by_request: dict[tuple[bytes, int, str], list[TreeTurn]] = {}
         self._by_conversation: dict[bytes, list[TreeTurn]] = {}  # with the turn itself
 
     def find(self, request: ChatRequest, *, retried: bool = True) -> tuple[TreeTurn, bool]:
         """Return the turn that answers a request, and whether it is new. A request that equals one whose reply has not
         arrived is the same, unless the client never retries; one whose reply has arrived asks for another turn."""
         found = digests(request)
-        for turn in self._by_request.get(found[-1], ()) if retried else ():
+        reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
+        new = TreeTurn(f"{self._name}_{self._count + 1}", request, found, self._parent(request, found), reply)
+        for turn in self._by_request.get(new.key, ()) if retried else ():
             if not turn.delivered:
                 turn.asked += 1
                 return turn, False
         self._count += 1
-        reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
-        new = TreeTurn(f"{self._name}_{self._count}", request, found, self._parent(request, found), reply)
         self.turns.append(new)
-        self._by_request.setdefault(found[-1], []).append(new)
+        self._by_request.setdefault(new.key, []).append(new)
         return new, True
 
     def forget(self, turn: TreeTurn) -> None:
         """Drop a turn that could not be drawn: the same request is drawn again."""
         self.turns.remove(turn)
-        self._by_request[turn.digests[-1]].remove(turn)
+        self._by_request[turn.key].remove(turn)
 
     def drawn(self, turn: TreeTurn, reply: ChatReply) -> None:
         """Note what the model wrote; conversations can continue it now."""

@@ -22,12 +22,14 @@ class RefusedRequest(Exception):
 @dataclass(frozen=True)
 class ChatRequest:
     """Hold a request. `messages` and `tools` are as chat templates take them. `prompt`: text to be continued, of the
-    wire that has no messages. `max_tokens`: 0 without. `stream`, `usage`: how to reply. `headers`: the client's."""
+    wire that has no messages. `max_tokens`: 0 without. `seed`: the client's, which only tells requests apart.
+    `stream`, `usage`: how to reply. `headers`: the client's."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: str | None = None
     max_tokens: int = 0
+    seed: str = ""
     stream: bool = False
     usage: bool = False
     model: str = ""

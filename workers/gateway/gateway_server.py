@@ -128,8 +128,14 @@ class Gateway:
             return _refusal(wire, 405, f"/v1/{path} takes POST")
         try:
             body = await _body(request)
-            stream, model = bool(body.get("stream")), str(body.get("model", ""))
-            asked = replace(wire.read(body), stream=stream, model=model, wire=wire.name, headers=_own_headers(request))
+            asked = replace(
+                wire.read(body),
+                seed=str(body.get("seed")),
+                stream=bool(body.get("stream")),
+                model=str(body.get("model", "")),
+                wire=wire.name,
+                headers=_own_headers(request),
+            )
             if path == "messages/count_tokens":
                 return _json({"input_tokens": episode.count_tokens(asked)})
             return await self._reply(request, wire, episode, asked)

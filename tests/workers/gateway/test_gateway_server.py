@@ -79,6 +79,22 @@ def test_a_reply_that_did_not_arrive_is_the_same_turn(how: str) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("other", [{"seed": 2}, {"max_tokens": 300}])
+def test_another_seed_or_limit_of_tokens_asks_for_another_turn(other: dict[str, int]) -> None:
+    """The first answer, which that client has not waited for, was drawn with its own limit."""
+
+    async def test() -> None:
+        async with serving([f"{'one ' * 200}{END}", f"two{END}"], turn_tokens=2000) as served:
+            first = {**ASKED, "seed": 1, "max_tokens": 20}
+            gate = served.sampler.gate = asyncio.Event()
+            await cut(served, first, gate=gate)
+            assert content(await post(served, {**first, **other})) == "two"
+            assert content(await post(served, first)).startswith("one"), "that one is there still"
+            assert [turn.asked for turn in served.episode.tree.turns] == [2, 1]
+
+    asyncio.run(test())
+
+
 def test_a_turn_that_nobody_has_read_is_not_learned_from() -> None:
     async def test() -> None:
         async with serving([f"{'one ' * 200}{END}"], turn_tokens=2000) as served:
