@@ -125,6 +125,7 @@ class Session:
         self._harness: HarnessRun | None = None
         self._loop = asyncio.new_event_loop()
         self._held: set[asyncio.Task[None]] = set()
+        self._began = os.getcwd(), dict(os.environ)
         asyncio.set_event_loop(self._loop)
         _limit_memory(memory_MiB)
 
@@ -277,6 +278,11 @@ class Session:
         instance, self._instance, self._harness = self._instance, None, None
         if self._loaded.mode == "text" and callable(getattr(instance, "close", None)):
             self._finish(instance.close())
+        folder, variables = self._began
+        os.chdir(folder)
+        if os.environ != variables:
+            os.environ.clear()
+            os.environ.update(variables)
         return children() == self._servers and asyncio.all_tasks(self._loop) <= self._own_tasks
 
 

@@ -121,6 +121,12 @@ CODE = '''
 
         def _zygote(self):
             return os.getppid()
+
+        def _move(self):
+            before = [os.getcwd(), os.environ.get("MOVED"), os.environ.pop("HOME", None)]
+            os.chdir(os.path.dirname(__file__))
+            os.environ["MOVED"] = "1"
+            return before
 '''
 
 
@@ -219,6 +225,22 @@ def test_a_process_serves_the_next_episode_unless_told_otherwise(tmp_path: Path)
         assert numbers == ("1", "2", "1")
         assert pids[0] == pids[1] != pids[2]
         assert ended(int(pids[0]))
+
+    with_pool(tmp_path, test, processes=1)
+
+
+def test_where_an_episode_went_and_what_it_set_ends_with_it(tmp_path: Path) -> None:
+    """The next one in its process finds the working directory and the variables as it did."""
+
+    async def test(pool: EnvironmentPool) -> None:
+        found = []
+        for _ in range(2):
+            environment = await pool.open()
+            pid = str(await environment.reset({}, 0)).split()[1]
+            found.append((pid, (await environment.call("do", {"what": "move"})).text))
+            await environment.close()
+        assert found[0] == found[1]
+        assert str(tmp_path) not in found[0][1]
 
     with_pool(tmp_path, test, processes=1)
 
