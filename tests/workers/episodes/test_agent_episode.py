@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from agent_gateway import END, TASK, WEATHER, Sampler, Served, call, new_episode, serving, texts
 
+from backends.hf.tokenizer import load_codec
+from rlctl.models.paths import BUILTIN_FOLDER
+from workers.chat.chat_renderer import renderer_of
+from workers.chat.chat_turns import ChatTurns
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Ended
 from workers.gateway.chat_request import ChatReply, ChatRequest
@@ -217,6 +221,30 @@ def test_the_systems_text_is_changed_in_the_middle() -> None:
             served.episode.settle()
             assert [served.written(sample) for sample in served.samples] == [call(city="Rome"), f"Hot.{END}"]
             assert '"city": "Rome"' in served.text(served.samples[1].tokens)
+
+    asyncio.run(test())
+
+
+FORGETS = """
+{%- for m in messages %}<|im_start|>{{ m.role[0] }}
+{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>a
+{% endif %}"""
+
+
+def test_a_turn_that_the_template_has_rewritten_is_not_reused() -> None:
+    async def test() -> None:
+        codec = load_codec(str(BUILTIN_FOLDER / "tiny-chat"))
+        codec.tokenizer.chat_template = FORGETS
+        async with serving([f"<think>\nhm\n</think>yes{END}"], history="branch") as served:
+            with renderer_of(codec) as renderer:
+                served.episode.chats = lambda tools: ChatTurns(codec, renderer, tools)
+                first = await ask(served, [asked(TASK)])
+                more = [WIRE.write(first, ChatRequest())["choices"][0]["message"], asked("A longer question. " * 9)]
+                second = await ask(served, [asked(TASK), *more])
+            assert served.episode.tree.turns[1].parent is served.episode.tree.turns[0]
+            assert second.prompt_tokens > first.prompt_tokens + first.completion_tokens
+            assert second.reused_tokens == 0
 
     asyncio.run(test())
 
