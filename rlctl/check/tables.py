@@ -199,7 +199,7 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     lines = {"step": _step(spec, of), "run": run, "tokens": tokens, "ref": held if ref["loaded"] else ref["why"]}
     if (sampling := sampling_of(spec)) is not None:
         if sampling.environments:
-            lines["env"] = "\n       ".join(map(_limits, sampling.environments))
+            lines["env"] = "\n       ".join(map(_limits, sampling.environments, meaning["environments"]))
         lines["sync"] = _way(sampling, meaning["sync"])
         if ahead := sampling.rollout.max_staleness:
             when, old = (f"the next {ahead} steps", f"1 to {ahead} steps") if ahead > 1 else ("the next step", "1 step")
@@ -212,10 +212,10 @@ def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     return "\n".join(f"{name:6} {line}" for name, line in lines.items())
 
 
-def _limits(section: EnvironmentSection) -> str:
+def _limits(section: EnvironmentSection, meaning: dict[str, Any]) -> str:
     """Say how far an episode goes."""
-    counts = counted(section.max_turns, "turn"), counted(section.max_tool_calls, "tool call")
-    limits = ", ".join([*counts, f"{section.max_episode_tokens} tokens"])
+    calls = [counted(section.max_tool_calls, "tool call")] * ((meaning["tried"] or {}).get("mode") != "text")
+    limits = ", ".join([counted(section.max_turns, "turn"), *calls, f"{section.max_episode_tokens} tokens"])
     times = f"{section.call_timeout_s:g} s for a call, {section.episode_timeout_s:g} s for all of them"
     return f"{', '.join(section.sources)}: at most {limits}; {times}"
 

@@ -95,6 +95,16 @@ def test_the_tables_show_it() -> None:
         assert text in cells
 
 
+def test_a_limit_of_tool_calls_is_shown_where_tools_are_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_text = "class Shop:\n    def reset(self):\n        pass\n\n    def step(self, text):\n        return text\n"
+    for code, calls in ((SHOP, True), (of_text, False)):
+        assert check(case_of(code, tmp_path), (), as_json=False) == 0
+        said = capsys.readouterr().out
+        assert ("shop.py:Shop: at most" in said, "tool calls" in said) == (True, calls)
+
+
 def test_it_runs_as_in_a_run_and_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
