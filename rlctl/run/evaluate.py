@@ -134,7 +134,9 @@ def _check_held_out(run_dir: Path, spec: Spec) -> None:
     apart, now = held_out(read_own(run_dir / "resolved.json")), held_out(spec.resolved())
     if now > apart:
         message = f"the last {now} rows of data.train would be evaluated on, but the run trained on all but {apart}"
-        raise UsageError(message, hint=f"set eval.prompts to {apart} or less, or name other rows in eval.data")
+        key = "eval.prompts" if isinstance(spec, RlSpec) else "eval.rows"
+        fewer = f"set {key} to {apart} or less, or " if apart else ""
+        raise UsageError(message, hint=f"{fewer}name other rows in eval.data")
 
 
 def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:

@@ -9,8 +9,9 @@ import pytest
 from running import preset
 
 from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.run.evaluate import _check_held_out as check_held_out
 from rlctl.run.resume import about_model, check_fits, differences, held_out
-from specs.errors import CheckpointError
+from specs.errors import CheckpointError, UsageError
 from specs.load.load import load_spec
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_table import TrainTable
@@ -50,6 +51,18 @@ def test_another_engine_is_one_line(tmp_path):
     refused, allowed = differences(before, load_spec(spec, ddp).resolved())
     assert refused == []
     assert sorted(allowed) == ['actor.engine.kind: "megatron" → "ddp"', "actor.engine.logits_chunk_tokens: 32 → 64"]
+
+
+def test_an_evaluation_on_rows_that_were_trained_on_says_what_to_set(tmp_path):
+    spec = load_spec(preset("quickstart", tmp_path), ["eval={every=1, prompts=8}"])
+    for resolved, hint in (
+        ({}, "name other rows"),
+        ({"eval": {"prompts": 4}}, "set eval.prompts to 4 or less, or name"),
+    ):
+        (tmp_path / "resolved.json").write_text(json.dumps(resolved))
+        with pytest.raises(UsageError) as refused:
+            check_held_out(tmp_path, spec)
+        assert refused.value.hint.startswith(hint)
 
 
 @pytest.mark.parametrize(
