@@ -220,7 +220,7 @@ class Environment:
                 for each in tasks.values():
                     each.cancel()
             if "failed" in message:
-                raise failures[0] if message["refused"] else EnvironmentLost("crash", message["failed"])
+                raise failures[-1] if message["refused"] else EnvironmentLost("crash", message["failed"])
             return message
 
     def stop_agent(self) -> None:

@@ -12,6 +12,7 @@ from environment_pools import make_pool, run, written
 
 from specs.errors import RewardError
 from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
+from workers.episodes.episode import Ended
 
 CODE = """
     import asyncio
@@ -22,6 +23,13 @@ CODE = """
         return {}
 
     async def gives_up(task, client):
+        await client.chat([])
+
+    async def copes_once(task, client):
+        try:
+            await client.chat([])
+        except RuntimeError:
+            await asyncio.sleep(0)
         await client.chat([])
 
     async def bypasses(task, client):
@@ -86,6 +94,22 @@ def test_an_agent_that_fails(tmp_path: Path, name: str, text: str) -> None:
         environment = await pool.open()
         with pytest.raises(EnvironmentLost, match=text):
             await environment.run_agent({}, answers)
+        await environment.close()
+
+    run(pool, test)
+
+
+def test_the_refusal_that_ends_an_agent_is_told_not_one_that_it_coped_with(tmp_path: Path) -> None:
+    pool = agent_pool(tmp_path, "copes_once")
+    refusals: list[Exception] = [EnvironmentLost("crash", "no list"), Ended("max_turns")]
+
+    async def refuses(_: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise refusals.pop(0)
+
+    async def test(_: Described) -> None:
+        environment = await pool.open()
+        with pytest.raises(Ended, match="max_turns"):
+            await environment.run_agent({}, refuses)
         await environment.close()
 
     run(pool, test)
