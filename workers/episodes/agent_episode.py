@@ -179,7 +179,8 @@ class AgentEpisode(Episode):
         chat = self.chats(request.tools)
         number = self._place(turn, chat)
         sample = self.trajectory.samples[number]
-        turn.start, before = len(sample.tokens), self._ended
+        turn.start = turn.end = len(sample.tokens)
+        before = self._ended
         self._begin_drawing()
         try:
             read, turn.limit = await self._turn(chat, number, request.max_tokens)

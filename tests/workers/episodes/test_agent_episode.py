@@ -313,6 +313,19 @@ def test_one_of_two_turns_that_are_drawn_together_is_truncated() -> None:
         asyncio.run(test(first))
 
 
+def test_a_request_that_is_open_at_the_end_has_no_tokens() -> None:
+    async def test() -> None:
+        async with serving([f"One.{END}"]) as served:
+            served.sampler.gate = asyncio.Event()
+            served.episode.ask(WIRE.read({"messages": [asked(TASK)]}))
+            while not served.sampler.log:
+                await asyncio.sleep(0.01)
+            served.episode.settle()
+            assert [note["tokens"] for note in served.episode.trajectory.notes["requests"]] == [0]
+
+    asyncio.run(test())
+
+
 def test_a_turn_that_a_stop_string_ends_is_whole() -> None:
     """Clients take `length` for half an answer. The template's end follows it, and is not learned from."""
 
