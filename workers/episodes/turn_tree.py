@@ -31,6 +31,7 @@ class TreeTurn:
     turn: AssistantTurn | None = None
     limit: StopReason | None = None  # of the episode, which truncated or refused it
     delivered: bool = False
+    waiting: int = 0  # connections
     learned: bool = False
     asked: int = 1  # times
 
@@ -63,12 +64,13 @@ class TurnTree:
 
     def find(self, request: ChatRequest, *, retried: bool = True) -> tuple[TreeTurn, bool]:
         """Return the turn that answers a request, and whether it is new. A request that equals one whose reply has not
-        arrived is the same, unless the client never retries; one whose reply has arrived asks for another turn."""
+        arrived is the same, unless the client never retries; one whose reply has arrived, or is waited for on another
+        connection, asks for another turn."""
         found = digests(request)
         reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
         new = TreeTurn(f"{self._name}_{self._count + 1}", request, found, self._parent(request, found), reply)
         for turn in self._by_request.get(new.key, ()) if retried else ():
-            if not turn.delivered:
+            if not turn.delivered and not turn.waiting:
                 turn.asked += 1
                 return turn, False
         self._count += 1

@@ -1,7 +1,8 @@
 """Answer HTTP requests of agents: each for the episode whose key it brings, on loopback, bounded in size and time.
 
 An address is `/s/KEY/v1/...`, or `/v1/...` with the key as `Authorization: Bearer KEY` or `x-api-key`. A reply counts
-as delivered when its last byte has left and the connection was not reset; until then the same request is the same turn.
+as delivered when its last byte has left and the connection was not reset; until then the same request is the same turn,
+unless its client still waits: then another wants an answer of its own.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Turn(Protocol):
     id: str
     reply: asyncio.Future[ChatReply]
     delivered: bool
+    waiting: int
 
 
 class Conversations(Protocol):
@@ -152,14 +154,18 @@ class Gateway:
         assert isinstance(connection, _Connection)
         connection.last = None
         turn = episode.ask(asked)
-        if asked.stream:
-            response = await self._stream(request, wire, turn, asked)
-        else:
-            response = _json(wire.write(await _wait(turn), asked))
-            await response.prepare(request)
-        await response.write_eof()
-        if not turn.reply.cancelled() and turn.reply.exception() is None:
-            connection.deliver(turn)
+        turn.waiting += 1
+        try:
+            if asked.stream:
+                response = await self._stream(request, wire, turn, asked)
+            else:
+                response = _json(wire.write(await _wait(turn), asked))
+                await response.prepare(request)
+            await response.write_eof()
+            if not turn.reply.cancelled() and turn.reply.exception() is None:
+                connection.deliver(turn)
+        finally:
+            turn.waiting -= 1
         return response
 
     async def _stream(self, request: web.BaseRequest, wire: Wire, turn: Turn, asked: ChatRequest) -> web.StreamResponse:

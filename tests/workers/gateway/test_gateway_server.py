@@ -79,6 +79,25 @@ def test_a_reply_that_did_not_arrive_is_the_same_turn(how: str) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_equal_requests_side_by_side_are_turns_of_their_own(stream: bool) -> None:
+    """An agent that wants the best of several answers asks so; whoever has gone asks for his own again."""
+
+    async def test() -> None:
+        async with serving([f"one{END}", f"two{END}", f"three{END}"]) as served:
+            gate = served.sampler.gate = asyncio.Event()
+            asking = [asyncio.create_task(post(served, {**ASKED, "stream": stream})) for _ in range(2)]
+            await asyncio.sleep(0.5)
+            await cut(served, ASKED, gate=gate)
+            texts = [text for _, text in await asyncio.gather(*asking, post(served, ASKED))]
+            assert [sum(word in text for text in texts) for word in ("one", "two", "three")] == [1, 1, 1]
+            served.episode.settle()
+            assert [turn.asked for turn in served.episode.tree.turns] == [1, 1, 2]
+            assert all(turn.learned for turn in served.episode.tree.turns)
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("other", [{"seed": 2}, {"max_tokens": 300}])
 def test_another_seed_or_limit_of_tokens_asks_for_another_turn(other: dict[str, int]) -> None:
     """The first answer, which that client has not waited for, was drawn with its own limit."""
