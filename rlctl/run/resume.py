@@ -21,6 +21,7 @@ from specs.schema.engines.engine_table import TrainTable
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, REWARD_MODEL, ROLES
 from specs.schema.spec import Spec
+from specs.schema.table import Table
 
 # How a run is watched, where it runs and how its models are held: not what it computes, to rounding.
 _MAY_CHANGE = (
@@ -74,6 +75,23 @@ def differences(
         else:
             (allowed if may_change(key) else refused).append(line)
     return refused, allowed
+
+
+def with_new_keys(before: Any, after: Any, now: Any) -> Any:
+    """Return what an older rlctl resolved with the keys that came since, where these have their defaults `now`: in the
+    spec that was resolved `after` it."""
+    if isinstance(now, tuple) and isinstance(before, list) and len(now) == len(before):
+        return [with_new_keys(*each) for each in zip(before, after, now, strict=True)]
+    if not isinstance(now, Table) or not isinstance(before, dict) or before.get("kind") != after.get("kind"):
+        return before
+    found = {**before}
+    for name, field in type(now).model_fields.items():
+        key, value = field.alias or name, getattr(now, name)
+        if key in before:
+            found[key] = with_new_keys(before[key], after[key], value)
+        elif not field.is_required() and value == field.get_default(call_default_factory=True):
+            found[key] = after[key]
+    return found
 
 
 def held_out(resolved: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import START_OVER, step_path, steps_in
 from rlctl.run.input_files import Inputs, Recorded, changes, inputs_of
 from rlctl.run.lineage import FORKED_FROM, REF_LOGPROBS, read_own
-from rlctl.run.resume import differences
+from rlctl.run.resume import differences, with_new_keys
 from rlctl.run.run_lock import LOCK, RunLock, owner_of
 from rlctl.show.journal import Journal, newest
 from specs.errors import Problem, RlctlError, RunDirError
@@ -117,9 +117,11 @@ class RunDir:
 
     def _check_same_run(self, spec: Spec) -> None:
         """Refuse changes to what the first attempt began with; keep the others since the last one for a person."""
-        first, last = read_own(self.resolved), read_own(newest(self.path, "resolved"))
-        refused, _ = differences(first, spec.resolved(), spec.lead_engine)
-        self.changes = differences(last, spec.resolved())[1]
+        now = spec.resolved()
+        files = self.resolved, newest(self.path, "resolved")
+        first, last = (with_new_keys(read_own(file), now, spec) for file in files)
+        refused, _ = differences(first, now, spec.lead_engine)
+        self.changes = differences(last, now)[1]
         if refused:
             raise RunDirError(
                 "the spec differs from the one this run was started with, in what may not change:" + _listed(refused),

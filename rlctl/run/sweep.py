@@ -22,7 +22,7 @@ from rlctl.processes.placement import usable_cores
 from rlctl.run.checkpoints import step_path
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.lineage import read_own
-from rlctl.run.resume import differences
+from rlctl.run.resume import differences, with_new_keys
 from rlctl.run.run_exports import checked, with_run_exports
 from rlctl.run.run_lock import RunLock
 from rlctl.show.journal import last_attempt, read_journal
@@ -194,7 +194,8 @@ def _as_left(trial: Trial, spec_path: Path) -> Trial:
         return trial
     spec = load_spec(spec_path, trial.overrides)
     spec, _ = with_run_exports(spec, spec_path.absolute().parent, trial.run_dir)
-    refused, _ = differences(read_own(resolved), spec.resolved())
+    now = spec.resolved()
+    refused, _ = differences(with_new_keys(read_own(resolved), now, spec), now)
     if refused:
         message = f"{trial.run_dir} holds a run of another spec: {'; '.join(refused)}"
         raise UsageError(message, hint="put the spec back, or name another folder with --dir")

@@ -1,5 +1,7 @@
 """Run directories: one run at a time, numbered attempts, no silent change of the spec."""
 
+import json
+
 import pytest
 
 from rlctl.run.lineage import Fork
@@ -35,6 +37,23 @@ def test_attempts_are_numbered_and_nothing_is_overwritten(tmp_path, spec_path):
         again.open(load_spec(spec_path, [f"run.steps={steps}"]), spec_path, resume=True)
         assert again.changes == told
         again.release()
+
+
+def test_keys_that_came_after_an_older_rlctl_began_the_run_have_their_defaults(tmp_path, spec_path):
+    first = RunDir(tmp_path / "run")
+    first.open(load_spec(spec_path), spec_path, resume=False)
+    first.metrics.write_text('{"step": 1}\n')
+    first.release()
+    before = json.loads(first.resolved.read_text())
+    del before["environment"], before["rollout"]["in_flight"], before["algorithm"]["scale"]
+    del before["reward"]["terms"][0]["ignore_case"], before["data"]["tools_column"]
+    first.resolved.write_text(json.dumps(before))
+    again = RunDir(tmp_path / "run")
+    again.open(load_spec(spec_path), spec_path, resume=True)
+    assert again.changes == []
+    again.release()
+    with pytest.raises(RunDirError, match=r"differs .*\n  - algorithm\.scale: unset → \"none\""):
+        RunDir(tmp_path / "run").open(load_spec(spec_path, ["algorithm.scale=none"]), spec_path, resume=True)
 
 
 def test_refusals_change_nothing(tmp_path, spec_path):
