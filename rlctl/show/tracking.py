@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from rlctl.show.text_format import counted
 from specs.errors import Interrupted, NotHere, Problem, RlctlError, SpecError
-from specs.json_file import read_object, write_object
+from specs.json_file import read_object, read_or_empty, write_object
 from specs.load.dotted_keys import flattened
 from specs.schema import tracker_tables as tables
 from specs.schema.spec import Spec
@@ -30,6 +30,7 @@ from specs.schema.spec import Spec
 STATE_FILE = "trackers.json"
 WAIT_S = 2.0  # that a step waits for a tracker
 WAITING = 1000  # steps that wait for a tracker that is slower than they
+_PLACE = "run_dir"  # beside the kinds of trackers in it: where the run directory was
 Say = Callable[[str], None]
 Guard = Callable[[], AbstractContextManager[None]]
 Ended = Literal["finished", "failed", "interrupted"]
@@ -159,11 +160,15 @@ def open_trackers(
     within it a signal ends the wait for a server. Raises SpecError where a package is missing, RlctlError where a
     tracker does not start."""
     state = _read_state(run_dir, warn) if resume and spec.tracking else {}
+    original = _original(run_dir, state)
     opened: list[tuple[tables.Tracker, TrackerClient]] = []
     for number, table in enumerate(spec.tracking):
         kind, known = table.kind, state.get(table.kind)
         same = isinstance(known, dict) and known.get("place") == table.place
         remembered = known.get("run", {}) if same and known else {}
+        if remembered and original.get(kind) == known:
+            warn(f"{kind} begins a new run: {state[_PLACE]}, of which this is a copy, logs to the one there")
+            remembered = {}
         try:
             with at_once(), redirect_stdout(sys.stderr):  # which `--json` keeps for the result
                 tracker = TRACKERS[kind](table, spec, run_dir, remembered)
@@ -181,7 +186,7 @@ def open_trackers(
         if tracker.address:
             say(f"{kind}: {tracker.address}")
     if opened:
-        write_object(run_dir / STATE_FILE, state)
+        write_object(run_dir / STATE_FILE, {**state, _PLACE: str(run_dir.absolute())})
     return Trackers(opened, warn, at_once)
 
 
@@ -198,6 +203,13 @@ def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:
     except ValueError as error:
         warn(f"{path} {error}: trackers begin a new run")
         return {}
+
+
+def _original(run_dir: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the run directory remembers that this one is a copy of; {} where it was not copied, but moved."""
+    theirs, ours = Path(str(state.get(_PLACE, run_dir))) / STATE_FILE, run_dir / STATE_FILE
+    found = read_or_empty(theirs)
+    return {} if found and theirs.samefile(ours) else found
 
 
 def _words(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import threading
 import time
@@ -138,6 +139,23 @@ def test_a_resume_goes_on_with_the_same_runs(tmp_path: Path, calls: Any) -> None
     assert (first["run_id"], second["run_id"]) == (None, "run1")
     params = [call for call in calls("mlflow.log_params") if "run.name" in call["params"]]
     assert len(params) == 1, "parameters of MLflow never change"
+
+
+def test_a_copy_of_a_run_directory_begins_runs_of_its_own_and_one_that_was_moved_does_not(
+    tmp_path: Path, calls: Any
+) -> None:
+    spec, first, copy, moved = spec_with(WANDB, MLFLOW), *(tmp_path / name for name in ("first", "copy", "moved"))
+    first.mkdir()
+    run(spec, first, range(1, 3))
+    shutil.copytree(first, copy)
+    said = run(spec, copy, range(3, 4), resume=True)
+    assert [call["id"] for call in calls("wandb.init")] == [None, None]
+    assert [call["run_id"] for call in calls("mlflow.start_run")] == [None, None]
+    assert [f"begins a new run: {first}, of which this is a copy" in line for line in said].count(True) == 2
+    run(spec, copy, range(4, 5), resume=True)
+    first.rename(moved)
+    run(spec, moved, range(3, 4), resume=True)
+    assert [call["id"] for call in calls("wandb.init")[2:]] == ["run2", "run1"]
 
 
 def test_a_resume_goes_on_with_its_own_run_where_a_newer_one_has_its_name(tmp_path: Path, calls: Any) -> None:
