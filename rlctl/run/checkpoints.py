@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from rlctl import __version__
 from specs.errors import CheckpointError, UsageError
@@ -194,7 +194,7 @@ def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ())
     for step in reversed(steps_in(root)):
         path = step_path(root, step)
         try:
-            found = read(path, folders)
+            found = _read(path, folders)
         except CheckpointError as error:
             damaged.append(f"{path.name}: {error.message}")
             continue
@@ -203,7 +203,7 @@ def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ())
         return found
     if damaged:
         listed = "".join(f"\n  - {line}" for line in damaged)
-        hint = f"put one of them back from a copy; {START_OVER}"
+        hint = f"put one of them back from a copy, or use the rlctl that wrote them; {START_OVER}"
         raise CheckpointError(f"every checkpoint in {root} is damaged:{listed}", hint=hint)
     return None
 
@@ -211,10 +211,22 @@ def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ())
 def read(path: Path, folders: Sequence[str] = ()) -> Checkpoint:
     """Open a checkpoint that must have these folders, pin it, and check every file against its manifest. Raises
     CheckpointError."""
+    try:
+        return _read(path, folders)
+    except CheckpointError as error:
+        hint = "put it back from a copy, use the rlctl that wrote it, or name another step"
+        raise CheckpointError(f"{path}: {error.message}", hint=hint) from None
+
+
+def _read(path: Path, folders: Sequence[str]) -> Checkpoint:
     pin = Pin(path)
     try:
         content = read_object(path / MANIFEST)
         manifest = _Manifest.model_validate(content)
+    except ValidationError as error:
+        key, writer = ".".join(map(str, error.errors()[0]["loc"])), content.get("rlctl", "an older version")
+        known = f"of rlctl {writer}, has another {key} than rlctl {__version__} reads"
+        raise CheckpointError(f"its manifest.json, {known}") from None
     except ValueError as error:
         raise CheckpointError(f"its manifest.json {error}") from None
     if step_path(path.parent, manifest.step) != path:

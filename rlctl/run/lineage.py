@@ -105,11 +105,7 @@ class Fork:
 
     def checkpoint(self, spec: Spec, spec_dir: Path) -> checkpoints.Checkpoint:
         """Open it. Raises CheckpointError where it is gone, damaged or of another model."""
-        path = checkpoints.step_path(self.run / "checkpoints", self.step)
-        try:
-            found = checkpoints.read(path, saved_roles(spec))
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error.message}") from None
+        found = checkpoints.read(checkpoints.step_path(self.run / "checkpoints", self.step), saved_roles(spec))
         check_fits(found.manifest, spec, spec_dir)
         return found
 

@@ -1,10 +1,12 @@
 """Checkpoints: atomic, found only when whole, pruned by age."""
 
+import json
 import threading
 
 import pytest
 import xxhash
 
+from rlctl import __version__
 from rlctl.run import checkpoints
 from specs.errors import CheckpointError
 from workers.saved_files import settle
@@ -86,6 +88,19 @@ def test_torn_newest_is_skipped_with_a_warning(tmp_path, tear):
     save(tmp_path, 2, keep=2)
     assert checkpoints.newest(tmp_path, pytest.fail).step == 2
     assert (tmp_path / "step_000001").is_dir()
+
+
+def test_a_manifest_of_another_format_is_named_and_who_wrote_it(tmp_path):
+    path = save(tmp_path, 1)
+    manifest = path / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2, "rlctl": "9.0"}))
+    told = f"its manifest.json, of rlctl 9.0, has another format than rlctl {__version__} reads"
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.read(path)
+    assert caught.value.message == f"{path}: {told}"
+    assert "use the rlctl that wrote it" in caught.value.hint
+    with pytest.raises(CheckpointError, match=rf"\n  - step_000001: {told}\n"):
+        checkpoints.newest(tmp_path, pytest.fail)
 
 
 def test_failing_save_leaves_the_older_and_no_debris(tmp_path):
