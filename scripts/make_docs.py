@@ -303,16 +303,11 @@ slash:
 
 
 def render_metrics() -> str:
-    """A table of each first part of a name; without `when`, it is in every step."""
-    groups: dict[str, list[list[str]]] = {}
-    for metric in declared():
-        cells = [f"`{metric.name}`", metric.unit, metric.meaning, metric.when]
-        groups.setdefault(metric.name.partition("/")[0], []).append(cells)
-    lines = [METRICS + ", ".join(f"`{metric.name}`" for metric in declared() if metric.in_eval) + ".\n"]
-    for group, rows in sorted(groups.items()):
-        slash = "/" if any(row[0].startswith(f"`{group}/") for row in rows) else ""
-        lines += [f"### Metrics: `{group}{slash}`", "", *grid(("name", "unit", "meaning", "when"), rows)]
-    return "\n".join(lines).rstrip() + "\n"
+    """One table, by the first part of the names."""
+    told = sorted(declared(), key=lambda metric: metric.name.partition("/")[0])
+    rows = [[f"`{metric.name}`", metric.unit, metric.meaning, metric.when] for metric in told]
+    in_eval = ", ".join(f"`{metric.name}`" for metric in declared() if metric.in_eval)
+    return "\n".join([f"{METRICS}{in_eval}.\n", *grid(("name", "unit", "meaning", "when"), rows)]).rstrip() + "\n"
 
 
 # ── docs/coming-from.md ───────────────────────────────────────────────────────────────────────────
