@@ -51,27 +51,27 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_264,
+        6_278,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
     "schema": (5_140, 4_300, ("specs/schema",)),
     "memory": (1_113, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_710, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_369, 2_000, ("rlctl/show",)),
-    "run": (3_151, 2_200, ("rlctl/run",)),
-    "grading": (1_608, 1_400, ("workers/grading",)),
+    "show": (2_450, 2_000, ("rlctl/show",)),
+    "run": (3_182, 2_200, ("rlctl/run",)),
+    "grading": (1_609, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        3_930,
+        3_977,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_385, 15_000, ("backends",)),
-    "four packages": (59_706, 50_000, WINGS),
+    "four packages": (60_033, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (46_236, 38_000, ("tests",)),
-    "docs": (3_988, 3_500, ("docs",)),
+    "tests with their cases": (46_780, 38_000, ("tests",)),
+    "docs": (3_939, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
