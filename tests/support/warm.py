@@ -234,7 +234,7 @@ _CHILD = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr
 def may_be_forked(command: Sequence[str], env: Mapping[str, str]) -> bool:
     if not command or command[0] != sys.executable:
         return False
-    words = [word for word in command[1:] if word != "-u"]
+    words = [word for word in command[1:] if word not in ("-u", "-P")]
     if words[0] == "-c":
         known = OF_A_SWEEP in words[1]
     elif words[0] == "-m":
@@ -261,7 +261,7 @@ def become(
     code = 1
     try:
         _take(env, streams, cwd)
-        words = [word for word in command[1:] if word != "-u"]
+        words = [word for word in command[1:] if word not in ("-u", "-P")]
         sys.orig_argv = list(command)
         if _sites(env):
             sys.modules.pop("sitecustomize", None)

@@ -28,7 +28,7 @@ PROMPTS, GROUP, STEPS = 8, 4, 9  # the preset `fake`: 8 prompts × 4 completions
 
 
 def row_of(draw: int) -> dict[str, object]:
-    return {"where": f"row {draw}", "prompt": str(draw), "values": {}, "messages": None}
+    return {"where": f"row {draw}", "prompt": str(draw), "values": {}, "messages": None, "tools": None}
 
 
 class Roles:
