@@ -185,9 +185,8 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
 
     def variable(found: re.Match[str]) -> str:
         value = known.get(found[1] or found[3], found[0])
-        return (
-            value if found[2] is None or value not in ("", found[0]) else found[2]
-        )  # an empty one has the default too
+        unset = value in ("", found[0])  # an empty one has the default too
+        return found[2] if unset and found[2] is not None else value
 
     def computed(found: re.Match[str]) -> str:
         numbers = {name: int(value) for name, value in known.items() if value.isdigit()}

@@ -41,7 +41,15 @@ def checked_messages(value: Any, column: str) -> list[Message]:
             raise BadRow(f"column {column!r}, message {number}: content is neither text nor a list of parts of text")
         if not isinstance(message.get("train"), bool | None):
             raise BadRow(f"column {column!r}, message {number}: train must be true or false")
-    return value
+        if message.get("weight") not in (None, 0, 1):
+            raise BadRow(f"column {column!r}, message {number}: weight must be 0 or 1")
+    if all(message.get("weight") is None for message in value):
+        return value
+    return [  # OpenAI's: an answer of weight 0 does not learn
+        {key: one for key, one in message.items() if key != "weight"}
+        | {"train": message["role"] == ASSISTANT and message.get("weight") != 0}
+        for message in value
+    ]
 
 
 def _is_text(content: Any) -> bool:
