@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from rlctl.show.streams import visible_streams
-from specs.errors import Problem, RlctlError, SpecError, UsageError
+from specs.errors import Interrupted, Problem, RlctlError, SpecError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option, Argument = (partial(kind, show_default=False) for kind in (typer.Option, typer.Argument))
@@ -424,18 +424,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(arguments: list[str] | None) -> int:
     try:
-        return int(app(arguments, prog_name="rlctl", standalone_mode=False) or 0)
+        code = int(app(arguments, prog_name="rlctl", standalone_mode=False) or 0)
     except RlctlError as error:
         show_error(error)
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
-        return 130
+        code = Interrupted.exit_code
     except BrokenPipeError:
         sys.stderr.close()  # whoever read us has gone; so would a second message
         return 1
     except Exception as error:  # the edge: nothing may pass, and the traceback is kept
         return _show_usage(error) or _show_refused(error) or _show_bug(error)
+    if code == Interrupted.exit_code:  # as typer returns of a Ctrl-C
+        print("interrupted", file=sys.stderr)
+    return code
 
 
 def show_error(error: RlctlError) -> None:

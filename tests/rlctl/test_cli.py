@@ -158,6 +158,14 @@ def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
+def test_ctrl_c_is_exit_130_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("rlctl.run.runs_command.runs", interrupted)
+    assert rlctl("runs", cwd=tmp_path) == Done(130, "", "interrupted\n")
+
+
 def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlctl.presets.print_presets", lambda **_: 1 / 0)
     done = rlctl("init", "--list", cwd=tmp_path)
