@@ -316,3 +316,5 @@ def _seed_generators(seed: Any) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(None if seed is None else seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(random.getrandbits(63) if seed is None else seed)

@@ -169,6 +169,33 @@ def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
     run(pool, test)
 
 
+def test_the_seed_of_a_group_sets_what_torch_draws(tmp_path: Path) -> None:
+    code = """
+        import torch
+
+        class Dice:
+            def reset(self):
+                return str(torch.rand(1).item())
+
+            def roll(self) -> None:
+                '''Roll.'''
+    """
+    pool = make_pool(tmp_path, path=written(tmp_path, code) + ":Dice")
+
+    async def draw(seed: int) -> str:
+        environment = await pool.open()
+        try:
+            return str(await environment.reset({}, seed))
+        finally:
+            await environment.close()
+
+    async def test(described: Described) -> None:
+        first, other = await asyncio.gather(draw(1), draw(2))  # in two processes
+        assert first == await draw(1) != other == await draw(2)
+
+    run(pool, test)
+
+
 def test_functions_need_no_class(tmp_path: Path) -> None:
     code = '''
         from functools import partial
