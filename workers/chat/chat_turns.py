@@ -149,7 +149,10 @@ class ChatTurns:
         truncated is ended. Raises ChatTemplateError where the template refuses the replies."""
         end = next(self._style(reply["role"]).end for reply in replies)
         pieces = self._render([*messages, turn.message, *replies], len(messages) + 1)
-        ids = self._encode([pieces[0][pieces[0].rindex(self._text([end])) :], *pieces[1:]])
+        head = pieces[0]
+        if replies[0]["role"] == "assistant":  # its own end stands there too
+            head = self._renderer.render([*messages, turn.message], begins_answer=False, tools=self._tools)
+        ids = self._encode([pieces[0][head.rindex(self._text([end])) :], *pieces[1:]])
         return ids if turn.stop is None else ids[ids.index(end) + 1 :]
 
     def prove(self, messages: Sequence[Message], call: ToolCall | None, reply: str, answer: str = "Yes.") -> TurnProof:

@@ -321,6 +321,14 @@ def test_a_conversation_is_what_the_template_writes(stage: Stage) -> None:
     assert (sample.version, sample.drawn) == (3, 7)
 
 
+def test_a_turn_that_the_environment_says_follows_the_model_s(stage: Stage) -> None:
+    said = [{"role": "assistant", "content": "mine"}, {"role": "user", "content": "on"}]
+    found = stage.play("text", ["a" + END, "b" + END], {"steps": [[said, 0.0], STOP]})
+    (sample,) = found.samples
+    assert stage.text(sample.tokens) == f"{BEGIN}a{END}\n<|im_start|>a\nmine{END}{user('on')}b{END}"
+    assert stage.written(sample) == f"a{END}b{END}"
+
+
 @pytest.mark.parametrize("limit", [{"max_turns": 1}, {"max_episode_tokens": 40}])
 def test_what_comes_at_the_end_belongs_to_the_last_turn(stage: Stage, limit: dict[str, int]) -> None:
     """Replies that no turn follows are not in the sample, and `get_reward` does not land on them."""
