@@ -79,10 +79,17 @@ def step_outcome(value: Any) -> tuple[Any, float | None, bool, bool]:
 
 
 def as_content(value: Any) -> Any:
-    """Return None and a list of messages as they are, anything else as text."""
-    if value is None or (isinstance(value, list) and all(map(_is_message, value))):
-        return value
-    return as_text(value)
+    """Return None as it is, a list of messages with texts as their contents, anything else as text."""
+    if isinstance(value, list) and all(map(_is_message, value)):
+        return [{**message, "content": _said(message.get("content"))} for message in value]
+    return value if value is None else as_text(value)
+
+
+def _said(content: Any) -> str:
+    """Return a message's content as text: null, or parts of text, as OpenAI's form has them, become what they say."""
+    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        return "".join(as_text(one.get("text", "")) for one in content)
+    return "" if content is None else as_text(content)
 
 
 def _is_message(value: Any) -> bool:

@@ -55,6 +55,14 @@ CODE = '''
         def __init__(self, observations):
             self.observations, self.reward, self.done = observations, 0.25, False
 
+    class Says:
+        def reset(self, said):
+            self.said = said
+            return said
+
+        def step(self, action):
+            return {"observations": self.said, "reward": None, "done": False}
+
     class Bad:
         def reset(self): pass
         def step(self, action):
@@ -113,6 +121,21 @@ def test_skyrl_gym(tmp_path: Path, row: dict[str, Any]) -> None:
         EnvironmentReply([{"role": "user", "content": "x"}], 0.25, done=False),
         EnvironmentReply("", 1.0, done=True),
     ]
+
+
+def test_contents_of_messages_are_text(tmp_path: Path) -> None:
+    """Parts of text and null are what they say, and anything else is JSON: never what Python shows."""
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    said = [{"role": "user", "content": content} for content in (parts, None, {"a": [None]}, "as it is")]
+    pool = pool_of(tmp_path, "Says")
+
+    async def test(described: Described) -> None:
+        environment = await pool.open()
+        texts = ["a b", "", '{"a": [null]}', "as it is"]
+        found = await environment.reset({"said": said}, 0), (await environment.step("")).text
+        assert found == ([{"role": "user", "content": text} for text in texts],) * 2
+
+    run(pool, test)
 
 
 def test_what_no_reply_can_be_made_of_loses_the_episode(tmp_path: Path) -> None:
