@@ -16,6 +16,7 @@ import random
 import resource
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -131,7 +132,7 @@ class Session:
 
     def serve(self) -> None:
         self._pipe.send(self._describe())
-        self._servers, self._own_tasks = children(), asyncio.all_tasks(self._loop)
+        self._servers, self._own_tasks, self._own_threads = children(), asyncio.all_tasks(self._loop), threads()
         while True:
             message = self._pipe.receive()
             if "do" not in message:  # an answer that its agent did not wait for
@@ -283,7 +284,9 @@ class Session:
         if os.environ != variables:
             os.environ.clear()
             os.environ.update(variables)
-        return children() == self._servers and asyncio.all_tasks(self._loop) <= self._own_tasks
+        if children() != self._servers or not threads() <= self._own_threads:
+            return False
+        return asyncio.all_tasks(self._loop) <= self._own_tasks
 
 
 def _came_of_refusal(error: BaseException | None) -> bool:
@@ -300,6 +303,11 @@ def children() -> set[int]:
         with suppress(OSError):
             found.update(map(int, thread.read_text().split()))
     return found
+
+
+def threads() -> set[threading.Thread]:
+    """Return Python's threads, without those that wait for the next `asyncio.to_thread`."""
+    return {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
 
 
 def _limit_memory(memory_MiB: int) -> None:

@@ -28,7 +28,7 @@ from workers.environments.environment_pool import (
 )
 
 CODE = '''
-    import ctypes, json, os, subprocess, sys, time
+    import asyncio, ctypes, json, os, subprocess, sys, threading, time
 
     class Naughty:
         episodes = 0
@@ -118,6 +118,12 @@ CODE = '''
                 def __str__(self):
                     raise self
             raise Odd
+
+        def _leave_a_thread(self):
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+        async def _in_a_thread(self):
+            return await asyncio.to_thread(str, "done")
 
         def _zygote(self):
             return os.getppid()
@@ -225,6 +231,21 @@ def test_a_process_serves_the_next_episode_unless_told_otherwise(tmp_path: Path)
         assert numbers == ("1", "2", "1")
         assert pids[0] == pids[1] != pids[2]
         assert ended(int(pids[0]))
+
+    with_pool(tmp_path, test, processes=1)
+
+
+def test_a_thread_that_an_episode_leaves_ends_with_it(tmp_path: Path) -> None:
+    """Its process serves no other episode, unless the thread only waits for work from asyncio."""
+
+    async def test(pool: EnvironmentPool) -> None:
+        numbers = []
+        for what in ("in_a_thread", "leave_a_thread", "in_a_thread"):
+            environment = await pool.open()
+            numbers.append(str(await environment.reset({}, 0)).split()[0])
+            assert not (await does(environment, what)).error
+            await environment.close()
+        assert numbers == ["1", "2", "1"]
 
     with_pool(tmp_path, test, processes=1)
 
