@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specs.errors import RewardError
@@ -156,9 +156,10 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     about: dict[str, str] = {}
-    block = textwrap.dedent(sections.get("Args", sections.get("Arguments", "")))
+    lines = [line for line in sections.get("Args", sections.get("Arguments", "")).splitlines() if line.strip()]
+    depth = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
     name = ""
-    for line in filter(str.strip, block.splitlines()):
+    for line in (line[depth:] for line in takewhile(lambda line: not line[:depth].strip(), lines)):
         if not line[0].isspace() and (found := _ARGUMENT.match(line)):
             name, about[found[1]] = found[1], found[2].strip()
         elif name:

@@ -121,6 +121,29 @@ def test_it_knows_more_forms_of_docstrings_and_signatures() -> None:
     }
 
 
+def test_what_follows_the_arguments_without_indent_is_no_part_of_them() -> None:
+    def tool(x: int, y: str) -> None:
+        """Do it.
+
+        Args:
+            x: The number,
+                and more
+
+            y: The text
+
+        Returns: nothing, as one
+        line: says
+
+        Args are over.
+        """
+
+    properties = schema_of(tool)["function"]["parameters"]["properties"]
+    assert {name: each["description"] for name, each in properties.items()} == {
+        "x": "The number, and more",
+        "y": "The text",
+    }
+
+
 @dataclass
 class Search:
     index: dict[str, Any]
