@@ -269,16 +269,17 @@ class Generation:
         at_once = [TermScores.of(part.grading.result()) for part in new]
         self._scores["processes"] += at_once
         id_B = np.concatenate([part.batch["id_B"] for part in new])
+        lost = set(id_B[~np.concatenate([part.scored_B for part in at_once])].tolist())
         if (model := self._sampler.score_model) is not None:
             rendered = [part.rendering.result()[0] for part in new if part.rendering]
             model.begin(self.step)
-            self._scores["model"].append(model.score(rendered, id_B, self.step))
+            self._scores["model"].append(model.score(rendered, id_B, self.step, lost))
+            lost |= set(id_B[~self._scores["model"][-1].scored_B].tolist())
         if "stop_B" in new[0].batch:
             number = self._sampler.spec.environment_term
             self._scores["environments"] += [of_environments(part.batch, number) for part in new]
         if self._sampler.judged:
             judged = [part.judging.result()[0] for part in new if part.judging]
-            lost = set(id_B[~np.concatenate([part.scored_B for part in at_once])].tolist())
             self._scores["judges"].append(of_judges(judged, lost))
 
 

@@ -106,7 +106,7 @@ class Scores(Answer):
     first_failure: str = ""  # what the first of them died of, its row and its id; empty: there is none
     samples: list[dict[str, Any]] = []
     counts: dict[str, float] = {}  # of the judges' work since the last time
-    failed: dict[str, list[str]] = {}  # of judges, by sample: the cause for which it has no score, and its text
+    failed: dict[str, list[str]] = {}  # by sample: the cause for which it has no score, and its text
 
 
 class Render(Body):
@@ -121,6 +121,7 @@ class Rendered(Answer):
 
     failures: dict[str, int]  # cause → how many are not among them
     first_failure: str = ""  # as in `Scores`
+    failed: dict[str, list[str]] = {}  # as in `Scores`
 
 
 class SendToJudges(Body):

@@ -145,9 +145,7 @@ class Reward:
         grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*judged.values(), strict=True)]
         body = self._failures_of(what, requests, grades, (*CAUSES, *JUDGE_CAUSES))
         rows = {number: [(one.values or (0.0,))[0] for one in row] for number, row in judged.items()}
-        pairs = zip(requests, grades, strict=True)
-        failed = {str(one.sample): [grade.cause, _said(one, grade)] for one, grade in pairs if grade.cause}
-        return {**body, "failed": failed, "counts": self._judges.take_counts()}, _columns(grades, rows, request_B)
+        return {**body, "counts": self._judges.take_counts()}, _columns(grades, rows, request_B)
 
     def episodes(self, call: Request[bodies.Episodes], emit: Emit) -> Future[Reply]:
         """Run episodes; their parts ask for turns, and bring their samples."""
@@ -224,6 +222,7 @@ class Reward:
         return {
             "failures": {cause: sum(grade.cause == cause for _, grade in failed) for cause in causes},
             "first_failure": next((_said(request, grade) for request, grade in failed), ""),
+            "failed": {str(request.sample): [grade.cause, _said(request, grade)] for request, grade in failed},
         }
 
     def _examples(self, batch: Batch, requests: Sequence[GradeRequest], ids: Sequence[int]) -> list[dict[str, Any]]:

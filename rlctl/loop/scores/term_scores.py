@@ -81,9 +81,11 @@ class ScoreModel:
     begin: Callable[[int], None]
     shares: Callable[[Batch], list[NDArray[np.int64]]]  # the sequences of each of its ranks
 
-    def score(self, rendered: Sequence[Message], id_B: NDArray[np.int64], step: int) -> TermScores:
+    def score(
+        self, rendered: Sequence[Message], id_B: NDArray[np.int64], step: int, lost_ids: Collection[int] = ()
+    ) -> TermScores:
         """Score samples that were `rendered` in its tokens, the same tokens once, so that they score the same. `id_B`:
-        of all samples; those that it cannot read have no score."""
+        of all samples; those that it cannot read have no score. `lost_ids`: as in `of_judges`."""
         begin = time.perf_counter()
         parts = [part.batch for part in rendered if len(part.batch)]
         score_of, num_tokens = dict[int, float](), 0
@@ -99,24 +101,32 @@ class ScoreModel:
             firsts = every["id_B"][[first_of[text] for text in texts]].tolist()
             score_of = {id_: score_of[first] for id_, first in zip(every["id_B"].tolist(), firsts, strict=True)}
         ids = id_B.tolist()
-        bare = [bodies.Rendered.of(answer) for answer in rendered]
+        failures, first_failure = _newly_lost([bodies.Rendered.of(answer) for answer in rendered], lost_ids)
         return TermScores(
             {self.number: np.array([score_of.get(sample, 0.0) for sample in ids], dtype=np.float32)},
             np.array([sample in score_of for sample in ids], dtype=bool),
-            add_up([part.failures for part in bare]),
+            failures,
             {"model_tokens": num_tokens, "model_s": time.perf_counter() - begin},
-            next((part.first_failure for part in bare if part.first_failure), ""),
+            first_failure,
         )
 
 
 def of_judges(judged: Sequence[Message], lost_ids: Collection[int]) -> TermScores:
     """Return the judges' grades of samples. `lost_ids`: of those without a score already, which are not lost twice."""
     found = TermScores.concat([TermScores.of(answer) for answer in judged])
-    failed = {id_: why for answer in judged for id_, why in bodies.Scores.of(answer).failed.items()}
+    failures, first = _newly_lost([bodies.Scores.of(answer) for answer in judged], lost_ids)
+    return replace(found, failures=failures, first_failure=first)
+
+
+def _newly_lost(
+    answers: Sequence[bodies.Scores | bodies.Rendered], lost_ids: Collection[int]
+) -> tuple[dict[str, int], str]:
+    """Count by cause the samples without a score that are not in `lost_ids`; return it, and why the first has none."""
+    failed = {id_: why for answer in answers for id_, why in answer.failed.items()}
     lost = [why for id_, why in failed.items() if int(id_) not in lost_ids]
     counts = Counter(cause for cause, _ in lost)
-    first = next((text for _, text in lost), "")
-    return replace(found, failures={cause: counts[cause] for cause in found.failures}, first_failure=first)
+    causes = add_up([answer.failures for answer in answers])
+    return {cause: counts[cause] for cause in causes}, next((text for _, text in lost), "")
 
 
 def of_environments(batch: Batch, number: int | None) -> TermScores:

@@ -69,6 +69,18 @@ def test_the_same_tokens_score_the_same() -> None:
     assert found.counts["model_tokens"] == 5
 
 
+def test_what_is_lost_already_is_not_lost_to_the_model_too() -> None:
+    """Of three samples that the model cannot read, a reward function has raised on one."""
+    why = {"41": ["model_overlong", "a"], "42": ["model_overlong", "b"], "43": ["model_template", "c"]}
+    body = {"failures": {"model_overlong": 2, "model_template": 1}, "first_failure": "a", "failed": why}
+    columns = {"tokens_T": np.array([7]), "length_B": np.array([1]), "id_B": np.array([40])}
+    rendered = Message(Kind.ANSWER, body, Verb.RENDER, 1, columns)
+    model = ScoreModel(NumberingGroup(), 0, print, lambda batch: [np.array([0])])
+    found = model.score([rendered], np.arange(40, 44), 1, {41})
+    assert (found.failures, found.first_failure) == ({"model_overlong": 1, "model_template": 1}, "b")
+    assert found.scored_B.tolist() == [True, False, False, False]
+
+
 def test_weights_and_failures() -> None:
     """reward = 2 · exact + 0.5 · judge; the second fails at once, the third later."""
     exact = values(0, [1, 0, 1, 1], [1, 0, 1, 1], samples=[{"id": 43, "prompt": "p"}], failures={"crashes": 1})
