@@ -95,10 +95,13 @@ def write_model(source: Source, out: Path, shard_bytes: int, progress: Progress)
         write_folder(out, whole, shard_bytes, _counting(whole, "writing", progress))
         return
     model.config.dtype = DTYPES[source.dtype]
+    tokenizer = AutoTokenizer.from_pretrained(source.model_path, trust_remote_code=source.trust_remote_code)
+    if source.head != "lm" and model.config.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        model.config.pad_token_id = tokenizer.pad_token_id  # without one, transformers scores no batch
     model.save_pretrained(out, state_dict={})  # all files except weights
     published = as_published(model, weights)
     write_folder(out, published, shard_bytes, _counting(published, "writing", progress))
-    AutoTokenizer.from_pretrained(source.model_path, trust_remote_code=source.trust_remote_code).save_pretrained(out)
+    tokenizer.save_pretrained(out)
     if source.head == "lm":
         _generation_config(source.model_path, model.config).save_pretrained(out)
 

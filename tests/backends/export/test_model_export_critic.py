@@ -22,7 +22,7 @@ from train_helpers import (
     unit_scale,
     weights_of,
 )
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from backends.export.model_export import Source, prove, write_model
 from backends.protocol import TrainEngine
@@ -123,6 +123,21 @@ def test_it_loads_as_a_classifier_with_one_output_and_starts_another(
     assert not again.built().new_head
     assert largest_gap(weights_of(again), weights_of(engine)) == 0
     np.testing.assert_array_equal(again.values(of_prompts()), engine.values(of_prompts()))
+
+
+@pytest.mark.parametrize("pad", [None, "7"])
+def test_a_padded_batch_is_scored_where_the_tokenizer_has_a_token_for_it(tmp_path: Path, pad: str | None) -> None:
+    """But not by the end of sequence, as which `pad` is None here: scores were trained at it."""
+    engine, checkpoint = trained(tmp_path, head="reward")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | ({"pad_token": pad} if pad else {})))
+    out = exported(checkpoint, head="reward")
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    assert (model.config.pad_token_id is None) == (pad is None)
+    if pad is not None:
+        batch = AutoTokenizer.from_pretrained(out).pad({"input_ids": PROMPTS}, return_tensors="pt")
+        assert proven(source_of(checkpoint, head="reward"), out).values == 5
+        np.testing.assert_allclose(model(**batch).logits[:, 0].tolist(), engine.scores(of_prompts()), atol=2e-5)
 
 
 def test_one_with_adapters_is_exported_merged(tmp_path: Path) -> None:
