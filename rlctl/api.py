@@ -33,16 +33,19 @@ def train(
     run_dir: str | PathLike[str] | None = None,
     resume: bool = False,
     fork_of: str = "",
+    accept_changed_files: bool = False,
     **overrides: Any,
 ) -> Path:
     """Run a spec to its end, as `rlctl train` does, and return the run directory.
 
     `overrides` are `--set`s: `run__steps=10` is `run.steps = 10`, and a dict may stand for a table. `fork_of`:
-    RUN_DIR[@STEP] to begin with. Raises `specs.errors.RlctlError`, whose `message` and `hint` say what to do. Ctrl-C (a
-    notebook's stop button) saves the last finished step and raises `specs.errors.Interrupted`.
+    RUN_DIR[@STEP] to begin with. `accept_changed_files`: resume although files that the run reads have changed. Raises
+    `specs.errors.RlctlError`, whose `message` and `hint` say what to do. Ctrl-C (a notebook's stop button) saves the
+    last finished step and raises `specs.errors.Interrupted`.
     """
     folder = Path(run_dir) if run_dir is not None else None
-    return run(Path(spec), assignments(overrides), folder, resume, fork_of=fork_of)
+    accepted = accept_changed_files
+    return run(Path(spec), assignments(overrides), folder, resume, fork_of=fork_of, accept_changed_files=accepted)
 
 
 def check_config(spec: str | PathLike[str], **overrides: Any) -> Findings:

@@ -73,6 +73,8 @@ def test_a_script_checks_trains_and_reads(tmp_path: Path, monkeypatch: pytest.Mo
     for call in (rlctl.report, lambda: rlctl.export(run, tmp_path / "out", dtype="fp16")):
         with pytest.raises(UsageError, match=r"no run is named|dtype is one of bf16, fp32"):
             call()
+    with pytest.raises(UsageError, match="only with --resume"):
+        rlctl.train("sort.toml", accept_changed_files=True)
     assert [problem.key for problem in rlctl.check_config("sort.toml", run__stepz=4).problems] == ["run.stepz"]
 
 
