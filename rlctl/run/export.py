@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from rlctl.show.screen import Screen
 
 STALL_S = 3600.0
+_REQUEST = "rlctl_export_request.json"  # locked while its export goes on
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 Say = Callable[[str], None]
@@ -73,6 +77,7 @@ def export(
         raise UsageError(f"the run has no {role}", hint="it has: " + (", ".join(there) or "none"))
     about = _about(checkpoint, role)
     dtype, why = (dtype, "") if dtype else own_dtype(about)
+    _remove_what_was_killed(out_dir)
     _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
     repo = find_repo(push_to_hub, public=public) if push_to_hub is not None else None
     about |= {"recipe": value_at(read_or_empty(run_dir / "resolved.json"), "run.recipe", "rl")}
@@ -171,10 +176,13 @@ def _head(role: str) -> HeadKind:
 
 
 def _export(exported: ExportedModel, folder: Path, out_dir: Path, sizes: Mapping[str, int], say: Say) -> dict[str, Any]:
-    """Write beside `out_dir`, prove, and only then rename into place."""
+    """Write into a scratch folder, prove, and only then rename into place."""
     about = exported.about
-    base = about["made_from"][0]
-    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as name:
+    base, scratch_in = about["made_from"][0], _scratch_in(out_dir)
+    place = tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=scratch_in)
+    with place as name, open(Path(name) / _REQUEST, "w") as request_file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(request_file, fcntl.LOCK_EX)
         scratch = Path(name).absolute()
         model = scratch / "model"
         model.mkdir()
@@ -191,7 +199,8 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, sizes: Mapping
             "answer": str(scratch / "answer.json"),
             "progress": str(scratch / "progress.json"),
         }
-        (scratch / "request.json").write_text(json.dumps(request))
+        request_file.write(json.dumps(request))
+        request_file.flush()
         proof = _run(about["python"], scratch, say)
         if (adapters := model / "adapter_config.json").is_file():  # a path would say something of this machine
             config = {**json.loads(adapters.read_text()), "base_model_name_or_path": base}
@@ -200,10 +209,22 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, sizes: Mapping
         note |= {"recipe": about["recipe"], "role": exported.role, "made_from": about["made_from"]}
         (model / NOTE).write_text(json.dumps(note, indent=2) + "\n")
         (model / "README.md").write_text(model_card(exported, proof, model), encoding="utf-8")
-        if out_dir.exists():
-            out_dir.rmdir()  # empty: checked above
-        shutil.move(model, out_dir)
+        for path in [*model.iterdir()] if scratch_in == out_dir else [model]:
+            path.rename(out_dir / path.name if scratch_in == out_dir else out_dir)
     return proof
+
+
+def _scratch_in(out_dir: Path) -> Path:
+    """Return where an export is written before it is renamed: inside a folder that is there, which may be a mount."""
+    return out_dir if out_dir.is_dir() else out_dir.parent
+
+
+def _remove_what_was_killed(out_dir: Path) -> None:
+    """Remove the scratch folders of exports to the same place that are no more."""
+    for file in _scratch_in(out_dir).glob(f".{glob.escape(out_dir.name)}-????????/{_REQUEST}"):
+        with suppress(OSError), file.open() as held:  # by an export that goes on, or where there are no locks
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
@@ -212,7 +233,7 @@ def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
     answer, log = scratch / "answer.json", scratch / "log.txt"
     with open(log, "w") as output:
         process = subprocess.Popen(
-            [python, "-m", "workers.offline.export_model", str(scratch / "request.json")],
+            [python, "-m", "workers.offline.export_model", str(scratch / _REQUEST)],
             env={**os.environ, **ours}, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     try:

@@ -14,7 +14,7 @@ from running import REPO, start, wait_for
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run import checkpoints
-from rlctl.run.export import _follow, _run, export, own_dtype
+from rlctl.run.export import _follow, _remove_what_was_killed, _run, export, own_dtype
 from specs.errors import CheckpointError, ExportError, UsageError
 from workers.offline import export_model
 from workers.saved_files import settle
@@ -54,6 +54,27 @@ def test_ending_it_leaves_nothing(run, tmp_path):
     finally:
         command.kill()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_a_killed_one_left_goes_with_the_next_to_the_same_place(run, tmp_path, there):
+    """But not before it is killed."""
+    out = tmp_path / "out"
+    within = out if there else tmp_path
+    within.mkdir(exist_ok=True)
+    command = start("export-checkpoint", run, out)
+    try:
+        request = ".out-*/rlctl_export_request.json"
+        wait_for(lambda: [file for file in within.glob(request) if file.stat().st_size], 150, "the export's request")
+        command.send_signal(signal.SIGSTOP)
+        _remove_what_was_killed(out)
+        (left,) = within.glob(".out-*")
+    finally:
+        command.kill()
+        command.communicate()
+    with pytest.raises(ExportError, match="actor has no model"):
+        export(run, out, None, "actor", "fp32")
+    assert not left.exists()
 
 
 @pytest.mark.usefixtures("warm_children")

@@ -103,7 +103,10 @@ def test_a_critic_is_exported_and_another_starts_from_it(tmp_path):
     small = (*PPO, *settings("run.steps=2", "data.prompts_per_step=4", "algorithm.group_size=2"),
              *settings("eval.prompts=8", "checkpoint.every=2"))  # fmt: skip
     train(spec, run, *small, "--set", 'run.colocate="always"')
+    (tmp_path / "elsewhere").mkdir()
+    out.symlink_to(tmp_path / "elsewhere")  # as with a mount, the folder itself can neither be removed nor replaced
     done = finish("export-checkpoint", run, out, "--role", "critic", "--dtype", "fp32")
+    assert not [*out.glob(".*")]
     assert "values the same" in " ".join(done.stdout.split())
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.num_labels == 1
