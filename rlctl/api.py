@@ -44,8 +44,7 @@ def train(
     last finished step and raises `specs.errors.Interrupted`.
     """
     folder = Path(run_dir) if run_dir is not None else None
-    accepted = accept_changed_files
-    return run(Path(spec), assignments(overrides), folder, resume, fork_of=fork_of, accept_changed_files=accepted)
+    return run(Path(spec), assignments(overrides), folder, resume, accept_changed_files, fork_of=fork_of)
 
 
 def check_config(spec: str | PathLike[str], **overrides: Any) -> Findings:

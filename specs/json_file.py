@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__} where an object belongs")
     return content
+
+
+def object_of(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a text; None where it holds none."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(content := json.loads(text), dict):
+            return content
+    return None
 
 
 def read_or_empty(path: Path) -> dict[str, Any]:

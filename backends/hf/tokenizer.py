@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
+from specs.json_file import read_or_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,13 +115,9 @@ def load_codec(model_path: str, *, trust_remote_code: bool = False, today: str =
 def _class_without_torch(model_path: str) -> str | None:
     """Return the name of the class that AutoTokenizer would pick, where that is certain; else None."""
     folder = Path(model_path)
-    try:
-        model_type = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
-        tokenizer = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    name = _CLASS_WITHOUT_TORCH.get(model_type)
-    known = name is not None and isinstance(tokenizer, dict) and "auto_map" not in tokenizer
+    config, tokenizer = (read_or_empty(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    name = _CLASS_WITHOUT_TORCH.get(str(config.get("model_type")))
+    known = name is not None and "auto_map" not in tokenizer
     return name if known and tokenizer.get("tokenizer_class") in (name, f"{name}Fast") else None
 
 

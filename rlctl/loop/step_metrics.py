@@ -227,8 +227,7 @@ def _work(reports: Sequence[RankReport]) -> dict[str, int]:
 
 
 def _declared(metrics: Iterable[tuple[LossMetric, RankReports]]) -> dict[str, float]:
-    reduced = ((metric.name, _reduced(metric, updates)) for metric, updates in metrics)
-    return {name: value for name, value in reduced if value is not None}
+    return {metric.name: value for metric, updates in metrics if (value := _reduced(metric, updates)) is not None}
 
 
 def _reduced(metric: LossMetric, updates: RankReports) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.errors import NotFiniteError, RlctlError, RunDirError
+from specs.json_file import object_of
 from specs.terminal import json_text
 
 
@@ -131,12 +131,7 @@ def append_samples(path: Path, step: int, samples: Iterable[Mapping[str, Any]]) 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """Return what can be read of `samples.jsonl`."""
-    samples = []
-    for line in _lines(path)[0]:
-        with contextlib.suppress(ValueError):
-            if isinstance(sample := json.loads(line), dict):
-                samples.append(sample)
-    return samples
+    return [sample for line in _lines(path)[0] if (sample := object_of(line)) is not None]
 
 
 def _lines(path: Path) -> tuple[list[bytes], bool]:

@@ -86,7 +86,7 @@ class Trackers:
     def close(self, ended: Ended) -> None:
         for side in list(self._sides):
             try:
-                with self._at_once(), redirect_stdout(sys.stderr):
+                with self._at_once():
                     side.finish()
                     self._leave_out_failed(side)
                     if side in self._sides:

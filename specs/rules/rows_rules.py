@@ -49,11 +49,10 @@ def rows_problems(spec: RowsSpec) -> Iterator[Problem]:
             if same_source(one.path, first.path) and (one.split == first.split or not is_hub_data(one.path)):
                 why = f"the last {spec.eval.rows} rows of data.sets.0 are held out for [eval], and learned here"
                 yield Problem(f"data.sets.{number}.path", why, "name other rows in eval.data", show(one.path))
-    at_once = {"data.rows_per_step": data.rows_per_step, "eval.rows": spec.eval.rows if spec.eval is not None else 2}
-    for key, rows in at_once.items():
-        if isinstance(spec.objective, Kto) and rows < 2:
-            why = "kto estimates the KL with completions of other rows of the same batch"
-            yield Problem(key, why, "use 2 or more", str(rows))
+    if isinstance(spec.objective, Kto):
+        batches = [("data.rows_per_step", data.rows_per_step), *([("eval.rows", spec.eval.rows)] if spec.eval else [])]
+        why = "kto estimates the KL with completions of other rows of the same batch"
+        yield from (Problem(key, why, "use 2 or more", str(rows)) for key, rows in batches if rows < 2)
     yield from _objective("objective", spec.objective)
     if isinstance(spec, PreferenceSpec) and spec.ref is not None and not spec.needs_ref_role:
         why = spec.why_no_ref if not spec.needs_ref else "the actor itself is the reference"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends.hf import chat_template_process
 from specs.errors import ModelError
+from specs.json_file import object_of
 
 if TYPE_CHECKING:
     from backends.hf.tokenizer import TextCodec
@@ -27,30 +28,31 @@ class ChatTemplateError(ValueError):
     """The chat template refused a list of messages."""
 
 
-def _with_objects(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+def _with_objects(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
     """Return messages whose calls have their arguments as objects, which most templates write as JSON, where they were
-    JSON as OpenAI's are; and how a template writes these that takes text alone."""
-    literals = []
+    JSON as OpenAI's are; and these objects."""
+    objects = []
 
     def called(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
             return call
-        try:
-            parsed = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
+        if (parsed := object_of(function["arguments"] or "{}")) is None:
             return call
-        if not isinstance(parsed, dict):
-            return call
-        if str(parsed) != json.dumps(parsed, ensure_ascii=False):
-            literals.append(str(parsed))
+        objects.append(parsed)
         return {**call, "function": {**function, "arguments": parsed}}
 
     given: list[Mapping[str, Any]] = []
     for message in messages:
         calls = message.get("tool_calls")
         given.append({**message, "tool_calls": [called(one) for one in calls]} if isinstance(calls, list) else message)
-    return given, literals
+    return given, objects
+
+
+def _shown_by_python(value: Any, text: str) -> bool:
+    """Return whether a template that takes text alone has written a value as Python shows it, and not as JSON."""
+    literal = str(value)
+    return literal in text and literal != json.dumps(value, ensure_ascii=False, default=str)
 
 
 class ChatRenderer:
@@ -94,9 +96,9 @@ class ChatRenderer:
         Raises ChatTemplateError when the template refuses the messages, and ModelError when it cannot be used at all:
         it is no Jinja, does what the sandbox forbids, or takes too long or too much memory.
         """
-        given, literals = _with_objects(messages)
+        given, objects = _with_objects(messages)
         reply = self._ask({"messages": given, "begins_answer": begins_answer, "tools": tools})
-        if given != [*messages] and ("refused" in reply or any(one in reply.get("text", "") for one in literals)):
+        if objects and ("refused" in reply or any(_shown_by_python(one, reply.get("text", "")) for one in objects)):
             reply = self._ask({"messages": list(messages), "begins_answer": begins_answer, "tools": tools})
         if "refused" in reply:
             raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
@@ -104,9 +106,8 @@ class ChatRenderer:
             raise self._broken(reply["broken"])
         text = str(reply["text"])
         for content in (message.get("content") for message in messages):
-            literal = str(content) if isinstance(content, list | dict) else ""
-            if literal and literal in text and literal != json.dumps(content, ensure_ascii=False, default=str):
-                why = f"the chat template takes no content in parts, and would write {literal[:40]}…"
+            if isinstance(content, list | dict) and _shown_by_python(content, text):
+                why = f"the chat template takes no content in parts, and would write {str(content)[:40]}…"
                 raise ChatTemplateError(f"{why}: make it one text")
         return text
 

@@ -27,6 +27,7 @@ from workers.chat.chat_renderer import ChatRenderer, renderer_of
 from workers.data.examples import (
     ExampleReader,
     ExampleTable,
+    absent,
     build_examples,
     refuse_absent,
     refuse_nothing,
@@ -334,9 +335,9 @@ def _opened_data(config: DataConfig, data: DataSection, codec: TextCodec, chats:
             indices = np.arange(min(one.prompts, len(held)), dtype=np.int64)
         evals[one.name] = _held_out_prompts(held, indices, number)
     tools, tables = reader.tools_column, (train, *sources.values())
-    if tools not in ("", "tools") and not any(tools in row for one in tables for row in one.rows):
-        hint = f"name one of {', '.join(train.rows[0])}, or remove the key"
-        raise DataError(f"no row has the column {tools!r}, which data.tools_column names", hint=hint)
+    named = tools not in ("", DataSection.model_fields["tools_column"].default)
+    if named and not any(tools in row for one in tables for row in one.rows):
+        raise absent(tools, "tools_column", train.rows[0])
     return RunData(PromptStream(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
 
 

@@ -187,19 +187,24 @@ def refuse_one_label(tables: Sequence[ExampleTable], config: RowsConfig) -> None
         raise DataError(f"{sources}: every row is labelled {label}", hint=hint)
 
 
+def absent(column: str, key: str, has: Iterable[str]) -> DataError:
+    """Return the error of a column that the spec names and none of the rows has; `has`: those that are there."""
+    hint = f"name one of {', '.join(has)}, or remove the key"
+    return DataError(f"no row has the column {column!r}, which data.{key} names", hint=hint)
+
+
 def refuse_absent(tables: Sequence[ExampleTable], config: DataConfig) -> None:
     """Raises DataError for a column that the spec names and no row has, where rows can be read without it. Prompts of
     evaluations may be rows of their own."""
     assert config.rows is not None, "there are no rows"
+    if config.evals:
+        return
     there = set[str]().union(*(table.seen for table in tables))
-    for source in config.rows.rows.sources if not config.evals else ():
+    for source in config.rows.rows.sources:
         for name in (*_SHAPES, "tools_column", "margin_column"):
             column = getattr(source, name)
             if column not in there and column != RowSet.model_fields[name].default:
-                hint = (
-                    f"the rows of {source.path} have {', '.join(sorted(there))}: name one of these, or remove the key"
-                )
-                raise DataError(f"no row has the column {column!r}, which data.{name} names", hint=hint)
+                raise absent(column, name, sorted(there))
 
 
 def _truncated(example: Example, most: int) -> Example:
@@ -246,9 +251,8 @@ class ExampleReader:
             example = Example([self._completed(values, source.completion_column)], (int(label),))
         elif (shape := self._shape(values)) == "messages_column":
             messages = checked_messages(values[source.messages_column], source.messages_column)
-            example = Example(
-                [self._conversation(messages, self._learn_from("assistant", messages), values=values)], (1,)
-            )
+            learn_from = self._learn_from("assistant", messages)
+            example = Example([self._conversation(messages, learn_from, values=values)], (1,))
         elif shape == "completion_column":
             example = Example([self._completed(values, source.completion_column)], (1,))
         elif shape:

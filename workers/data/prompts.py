@@ -101,7 +101,7 @@ def read_table(
 
     def conversation(values: Mapping[str, Any]) -> dict[str, Any]:
         tools = tools_of(values, reader.tools_column) if reader.chat else None
-        return {"messages": messages_of(prompt_of(values, data), data), **({"tools": tools} if tools else {})}
+        return {"messages": messages_of(prompt_of(values, data), data), "tools": tools}
 
     table.conversation = conversation
     rendered = _rendered(table, rows, reader, chats)

@@ -25,8 +25,7 @@ def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConf
         asked = reader.asked(values, chat=chat)
         if isinstance(asked, str):
             return {"messages": [{"role": "user", "content": asked}]}
-        tools = tools_of(values, reader.source.tools_column)
-        return {"messages": [*map(dict, asked)], **({"tools": tools} if tools else {})}
+        return {"messages": [*map(dict, asked)], "tools": tools_of(values, reader.source.tools_column)}
 
     table.conversation = conversation
     for row in rows:

@@ -284,9 +284,8 @@ class Session:
         if os.environ != variables:
             os.environ.clear()
             os.environ.update(variables)
-        if children() != self._servers or not threads() <= self._own_threads:
-            return False
-        return asyncio.all_tasks(self._loop) <= self._own_tasks
+        tasks = asyncio.all_tasks(self._loop)
+        return children() == self._servers and threads() <= self._own_threads and tasks <= self._own_tasks
 
 
 def _came_of_refusal(error: BaseException | None) -> bool:

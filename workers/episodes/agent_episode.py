@@ -220,9 +220,10 @@ class AgentEpisode(Episode):
     def _as_reply(self, turn: TreeTurn, read: AssistantTurn) -> ChatReply:
         thought, content = "", read.message["content"]
         parent, samples = turn.parent, self.trajectory.samples
-        end = parent.end if parent is not None else 0
-        if parent is not None and samples[parent.sample].tokens[:end] != samples[turn.sample].tokens[:end]:
-            end = 0  # the template has rewritten what was said
+        reused = parent.end if parent is not None else 0
+        if parent is not None and parent.sample != turn.sample:
+            before, now = (samples[one.sample].tokens[:reused] for one in (parent, turn))
+            reused = reused if before == now else 0  # the template has rewritten what was said
         if turn.request.prompt is None:
             thought, content = split_thought(content)
         return ChatReply(
@@ -232,7 +233,7 @@ class AgentEpisode(Episode):
             calls=read.calls,
             finish="stop" if read.finished else "length",
             prompt_tokens=turn.start,
-            reused_tokens=end,
+            reused_tokens=reused,
             completion_tokens=turn.end - turn.start,
         )
 

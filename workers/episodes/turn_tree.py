@@ -13,7 +13,7 @@ from typing import Any
 
 from specs.schema.environment import StopReason
 from workers.chat.chat_turns import AssistantTurn
-from workers.gateway.chat_request import ChatReply, ChatRequest, digests, extended
+from workers.gateway.chat_request import ChatReply, ChatRequest, digests, extended, retry_key
 
 
 @dataclass(eq=False)
@@ -34,11 +34,6 @@ class TreeTurn:
     waiting: int = 0  # connections
     learned: bool = False
     asked: int = 1  # times
-
-    @property
-    def key(self) -> tuple[bytes, int, str]:
-        """Return what a request has in common with its retries."""
-        return self.digests[-1], self.request.max_tokens, self.request.seed
 
     @property
     def root(self) -> TreeTurn:
@@ -67,21 +62,22 @@ class TurnTree:
         arrived is the same, unless the client never retries; one whose reply has arrived, or is waited for on another
         connection, asks for another turn."""
         found = digests(request)
-        reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
-        new = TreeTurn(f"{self._name}_{self._count + 1}", request, found, self._parent(request, found), reply)
-        for turn in self._by_request.get(new.key, ()) if retried else ():
+        alike = self._by_request.setdefault(retry_key(request, found), [])
+        for turn in alike if retried else ():
             if not turn.delivered and not turn.waiting:
                 turn.asked += 1
                 return turn, False
         self._count += 1
+        reply: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
+        new = TreeTurn(f"{self._name}_{self._count}", request, found, self._parent(request, found), reply)
         self.turns.append(new)
-        self._by_request.setdefault(new.key, []).append(new)
+        alike.append(new)
         return new, True
 
     def forget(self, turn: TreeTurn) -> None:
         """Drop a turn that could not be drawn: the same request is drawn again."""
         self.turns.remove(turn)
-        self._by_request[turn.key].remove(turn)
+        self._by_request[retry_key(turn.request, turn.digests)].remove(turn)
 
     def drawn(self, turn: TreeTurn, reply: ChatReply) -> None:
         """Note what the model wrote; conversations can continue it now."""

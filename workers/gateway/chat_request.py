@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specs.json_file import object_of
 from workers.chat.chat_turns import split_thought
 from workers.chat.tool_calls import MAX_DEPTH, ToolCall, depth_of
 
@@ -136,11 +137,8 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Mapping[str, 
 def call_message(name: Any, arguments: Any, id_: Any) -> dict[str, Any]:
     """Return a call as chat templates take it. `arguments`: as an object, or its JSON. Text that is none stays text."""
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else {"": arguments}
+        parsed = object_of(arguments or "{}")
+        arguments = {"": arguments} if parsed is None else parsed
     if depth_of(table_of(arguments, "a call's arguments")) > MAX_DEPTH:
         raise RefusedRequest("a call's arguments are nested too deeply")
     function = {"name": name_of(name, "a call's name"), "arguments": arguments}
@@ -148,6 +146,11 @@ def call_message(name: Any, arguments: Any, id_: Any) -> dict[str, Any]:
 
 
 # ── equality ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def retry_key(request: ChatRequest, found: Sequence[bytes]) -> tuple[bytes, int, str]:
+    """Return what a request has in common with its retries. `found`: its digests."""
+    return found[-1], request.max_tokens, request.seed
 
 
 def digests(request: ChatRequest) -> list[bytes]:

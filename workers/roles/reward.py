@@ -111,7 +111,7 @@ class Reward:
         }
         body = self._failures_of(call.body.what, requests, grades, CAUSES)
         samples = self._examples(batch, [requests[number] for number in request_B], call.body.samples)
-        return {**body, "samples": samples}, _columns(grades, rows, request_B)
+        return {**body, "failed": {}, "samples": samples}, _columns(grades, rows, request_B)  # `scored_B` says which
 
     def render(self, call: Request[bodies.Render], emit: Emit) -> Reply:
         """Return samples in the tokens of the reward model: those that it can read, by their ids."""

@@ -125,8 +125,7 @@ def _newly_lost(
     failed = {id_: why for answer in answers for id_, why in answer.failed.items()}
     lost = [why for id_, why in failed.items() if int(id_) not in lost_ids]
     counts = Counter(cause for cause, _ in lost)
-    causes = add_up([answer.failures for answer in answers])
-    return {cause: counts[cause] for cause in causes}, next((text for _, text in lost), "")
+    return {cause: counts[cause] for answer in answers for cause in answer.failures}, lost[0][1] if lost else ""
 
 
 def of_environments(batch: Batch, number: int | None) -> TermScores:
