@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backends.hf.adapter_names import is_adapter
-from backends.hf.hf_model import build_model, build_on_meta, describe
+from backends.hf.hf_model import build_model, build_on_meta, cast_parameters, describe
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies
 from backends.packed.state_layers import state_layers
@@ -24,7 +24,7 @@ from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_r
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.policy import Policy, Task
 from backends.train.tensor_shards import Shard, whole
-from backends.weights.tensor_bytes import named_weights
+from backends.weights.tensor_bytes import DTYPES, named_weights
 from backends.zero.deepspeed_start import (
     check_keys,
     deepspeed_config,
@@ -55,6 +55,7 @@ class ZeroTrainEngine(HfTrainEngine):
         shards_parameters = self.stage == 3
         held = self._hold_model(build_on_meta if shards_parameters else partial(build_model, load_weights=False))
         model = held.model
+        cast_parameters(model, DTYPES[config.model.dtype])  # peft makes adapters in fp32, and so are their masters
         if shards_parameters:
             shard_model(deepspeed, model, ds_config, self.device)
             if layers := state_layers(model):
@@ -93,6 +94,7 @@ class ZeroTrainEngine(HfTrainEngine):
         assert isinstance(config.engine, ZeroTable)
         if config.engine.deepspeed:
             check_keys(import_deepspeed(config.model.device), config)
+        cast_parameters(policy.model, DTYPES[config.model.dtype])
         about = super()._wrapped_on_meta(policy, config, rank).model
         return OnMeta(about, not_seen=("mesh",))
 

@@ -155,9 +155,7 @@ def _zero3(held: HeldTrainer, engine: ZeroTable, config: dict[str, Any]) -> Iter
         return sum(ceil(p.elements / held.ranks) for p in parameters)
 
     size, mine = held.compute_bytes, parts(held.trained)
-    adapter_bytes = size if held.lora is None else FP32_BYTES  # peft makes them in fp32, and DeepSpeed leaves them so
-    weights = parts(held.frozen) * size + mine * adapter_bytes
-    yield state("weights", weights, host=weights_host)
+    yield state("weights", (parts(held.frozen) + mine) * size, host=weights_host)
     if mine:
         yield state("master weights", mine * FP32_BYTES, host=optimizer_host)
         yield state("gradients", mine * FP32_BYTES, host=optimizer_host, dropped=True)

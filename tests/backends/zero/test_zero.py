@@ -9,12 +9,13 @@ import pytest
 import torch
 from gpu import on_cpu_and_gpu
 from optional import skip_without
-from train_helpers import QWEN2, build_engine, learn, train_config, write_model
+from train_helpers import QWEN2, build_engine, largest_gap, learn, train_config, weights_of, write_model
 
 from backends.protocol import Rank
 from backends.registry import train_engine
 from backends.train.role_group import device_index
 from specs.schema.engines.zero_table import ZeroTable
+from specs.schema.role_section import Lora
 
 skip_without("deepspeed", "scripts/setup-engine deepspeed installs it")
 
@@ -40,4 +41,19 @@ def test_a_rank_that_sees_only_its_own_device_finds_it(
     visible = torch.cuda.device_count() if device == "cuda" else 1
     assert os.environ["LOCAL_RANK"] == str(device_index(Rank(local_rank=3), visible))
     assert learn(engine, 1)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_compute_in_bf16_as_those_of_other_engines(tmp_path: Path, stage: int) -> None:
+    """The masters are fp32 and start as drawn; a build in two dtypes would be refused before training."""
+    folder = write_model(tmp_path / "model", QWEN2)
+    config = train_config(folder, lora=Lora(rank=4, alpha=12.0), model={"dtype": "bf16"})
+    ddp = build_engine(config)
+    zero = config.model_copy(update={"engine": ZeroTable(stage=stage)})
+    planned, engine = train_engine("zero").on_meta(zero, Rank()), build_engine(zero)
+    assert planned is not None
+    assert engine.built().dtype == planned.model.dtype == "bf16"
+    assert largest_gap(weights_of(engine, form="apart"), weights_of(ddp, form="apart")) == 0
+    assert learn(engine, 2) == pytest.approx(learn(ddp, 2), rel=1e-3)
     engine.close()
