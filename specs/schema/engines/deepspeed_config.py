@@ -22,6 +22,7 @@ DEEPSPEED = Library(
         "{role}.optimizer.schedule": "scheduler",
         "{role}.dtype": "fp16 bf16 bfloat16 amp torch_autocast data_types",
         "{role}.gradient_checkpointing": "activation_checkpointing",
+        "{role}.sequence_parallel": "sequence_parallel_size",
         "run.seed": "seed",
         "checkpoint.every": "checkpoint",
         "{role}.engine.stage": f"{ZERO}.stage",
@@ -30,7 +31,7 @@ DEEPSPEED = Library(
     },
     # What lays tensors out otherwise than checkpoints and weight export expect, or cannot work.
     refused={
-        "a second partition of the parameters": f"{ZERO}.zero_hpz_partition_size",
+        "a second partition of the parameters": f"tensor_parallel {ZERO}.zero_hpz_partition_size",
         "quantised weights would not be those that are synced": f"{ZERO}.zero_quantized_weights "
         f"{ZERO}.zero_quantized_nontrainable_weights",
         "gradients would depend on the number of ranks": f"{ZERO}.zero_quantized_gradients",
