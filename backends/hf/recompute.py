@@ -31,11 +31,12 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def recompute_activations(model: PreTrainedModel, chosen: bool | int) -> None:
-    """Gradient checkpointing of the first `chosen` layers, True: of all. Needs train mode, which changes nothing else:
-    dropout is off. Raises ModelError where a part of the layers cannot be chosen."""
+    """Gradient checkpointing of the first `chosen` layers, True: of all. They need train mode, and what is in them must
+    not have it: routers draw noise there. Raises ModelError where a part of the layers cannot be chosen."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
-    model.train()
+    for module in model.modules():
+        module.training = hasattr(module, "gradient_checkpointing")
     if chosen is True:
         return
     hint = "set gradient_checkpointing = true: all of it is recomputed"
@@ -53,7 +54,7 @@ def recompute_activations(model: PreTrainedModel, chosen: bool | int) -> None:
 
 def recomputed_layers(model: PreTrainedModel) -> int:
     """How many layers would be recomputed now, read back from them."""
-    if not model.training or not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if not any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return 0
     layers = _decoder_layers(model)
     if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from backends.hf.attention_choice import choose, refuse_a_swap
 from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights
 from backends.hf.language_model import language_model_config
+from backends.hf.recompute import recompute_activations, recomputed_layers
 from specs.errors import ModelError
 
 
@@ -72,6 +73,19 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     model = build_model(model_config(write_model(tmp_path, config)), load_weights=True).train()
     tokens = torch.arange(8)[None]
     assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("layers", [1, True])
+def test_routers_draw_no_noise_where_layers_are_recomputed(tmp_path: Path, layers: bool | int) -> None:
+    """They do in train mode, which recomputation needs: log-probs were random, in bf16 unseen by any check."""
+    folder = write_model(tmp_path, {**FAMILIES["mixtral"].config, "router_jitter_noise": 0.1})
+    model = build_model(model_config(folder), load_weights=True)
+    tokens = torch.arange(8)[None]
+    expected = model(tokens, use_cache=False).logits
+    recompute_activations(model, layers)
+    assert recomputed_layers(model) == (2 if layers is True else layers)
+    for _ in range(2):
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=0, atol=0)
 
 
 def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
