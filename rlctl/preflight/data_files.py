@@ -19,12 +19,13 @@ from specs.errors import DataError, NotHere, Problem
 from specs.load.keys import closest
 from specs.schema.recipes import RlSpec, RowsSpec
 from specs.schema.roles import DATA
-from specs.schema.sections import DATA_SUFFIXES, is_hub_data
+from specs.schema.rows import RowsSection
+from specs.schema.sections import DATA_SUFFIXES, DataSection, is_hub_data
 from specs.schema.spec import Spec
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig
 from workers.chat.chat_renderer import ChatRenderer
-from workers.data.first_prompts import first_findings
+from workers.data.first_prompts import all_held_out, first_findings, held_out_of_training
 from workers.data.first_rows import FirstRows, first_rows, row_findings
 from workers.data.gym_rows import make_with
 from workers.data.row_source import read_rows
@@ -45,10 +46,12 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     make_with(own_path(section, spec_dir) or sys.executable, section.env)
     found = _first_rows(spec, spec_dir) if isinstance(spec, RowsSpec) else []
     found += _first_prompts(spec, spec_dir) if isinstance(spec, RlSpec) else []
+    if not any(finding.refuses for finding in found):
+        found += _held_out(_config(spec, spec_dir), spec.data_section)
     for finding in found:
         problem = Problem(finding.key, finding.message, finding.hint, finding.value)
         (errors if finding.refuses else warnings).append(problem)
-    return errors or _held_out(spec, spec_dir), warnings
+    return errors, warnings
 
 
 # ── sources ───────────────────────────────────────────────────────────────────────────────────────
@@ -163,21 +166,15 @@ def _config(spec: Spec, spec_dir: Path) -> DataConfig:
     return DataConfig.of(spec, spec.model_path(spec.lead), spec_dir).model_copy(update={"trust_remote_code": False})
 
 
-def _held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
+def _held_out(config: DataConfig, section: DataSection | RowsSection) -> Iterator[Finding]:
     """Find sets that leave no row of the training data to train on. Reads only as many rows as it needs."""
-    held = next(((f"{one.key}.prompts", one.prompts) for one in spec.evaluations if not one.data), None)
-    if isinstance(spec, RowsSpec):
-        held = ("eval.rows", spec.eval.rows) if spec.eval is not None and not spec.eval.data else None
-    key, source = next(iter(spec.data_section.named.items()))
-    if held is None or is_hub_data(source):
-        return []
+    key, _, held = held_out_of_training(config)
+    source = section.named[key]
+    if not held or is_hub_data(source):
+        return
     if source.startswith(GYM_PREFIX):
-        rows = min(GymSource.parse(source).size, spec.data_section.max_rows or sys.maxsize)
+        rows = min(GymSource.parse(source).size, section.max_rows or sys.maxsize)
     else:
-        read = read_rows(source, split="", base=spec_dir, max_rows=spec.data_section.max_rows)
-        rows = sum(1 for _ in islice(read, held[1] + 1))
-    if rows > held[1]:
-        return []
-    message = f"holding them out leaves none of the {rows} rows of {key} to train on"
-    hint = f"use fewer than {rows}, or name another source in {held[0].rpartition('.')[0]}.data"
-    return [Problem(held[0], message, hint, str(held[1]))]
+        read = read_rows(source, split="", base=Path(config.spec_dir), max_rows=section.max_rows)
+        rows = sum(1 for _ in islice(read, held + 1))
+    yield from all_held_out(config, key, rows, rows)

@@ -49,7 +49,7 @@ def first_findings(config: DataConfig, codec: PromptCodec | None, chats: ChatRen
         try:
             rows = read_rows(source, split="", base=Path(config.spec_dir), max_rows=most)
             if codec is not None:
-                yield from _tokenised(key, source, rows, reader, codec, chats)
+                yield from _tokenised(config, key, source, rows, reader, codec, chats)
             if not source.startswith(PREFIX):
                 _check_later(source, rows, reader)
         except DataError as error:
@@ -71,12 +71,42 @@ def _check_later(source: str, rows: Iterator[DataRow], reader: RowReader) -> Non
             return
 
 
+def held_out_of_training(config: DataConfig) -> tuple[str, str, int]:
+    """Return the key of the source whose last rows are evaluated on, the key that says how many, and that number."""
+    if config.rows is not None:
+        held, key = config.rows.eval, next(iter(config.rows.rows.named))
+        return key, "eval.rows", held.rows if held is not None and not held.data else 0
+    one = next((one for one in config.evals if not one.data), None)
+    return TRAIN, f"{one.key}.prompts" if one else "", one.prompts if one else 0
+
+
+def all_held_out(config: DataConfig, source_key: str, rows: int, usable: int) -> Iterator[Finding]:
+    """Refuse to hold out all that can be used of a source's rows."""
+    of, key, held = held_out_of_training(config)
+    if source_key != of or usable > held:
+        return
+    message = f"holding them out leaves none of the {rows} rows of {of} to train on"
+    message += f": {usable} of them can be used" if usable < rows else ""
+    fewer = f"use fewer than {usable}, or " if usable > 1 else ""
+    hint = f"{fewer}name another source in {key.rpartition('.')[0]}.data"
+    yield Finding(key=key, message=message, hint=hint, value=str(held))
+
+
 def _tokenised(
-    key: str, source: str, rows: Iterator[DataRow], reader: RowReader, codec: PromptCodec, chats: ChatRenderer | None
+    config: DataConfig,
+    key: str,
+    source: str,
+    rows: Iterator[DataRow],
+    reader: RowReader,
+    codec: PromptCodec,
+    chats: ChatRenderer | None,
 ) -> Iterator[Finding]:
     chunk = first_of(rows, _ROWS)
     table = read_table(source, chunk, reader, codec, chats)
-    yield from _lengths(key, table, len(chunk), reader, whole=next(rows, None) is None)
+    whole = next(rows, None) is None
+    yield from _lengths(key, table, len(chunk), reader, whole=whole)
+    if len(table) and whole:
+        yield from all_held_out(config, key, len(chunk), len(table))
     if len(table):
         yield from _lost_characters(key, table, codec)
     if len(table) and chats is not None:

@@ -22,6 +22,7 @@ from workers.data.examples import (
     refuse_one_label,
     summary,
 )
+from workers.data.first_prompts import all_held_out
 from workers.data.row_prompts import refuse_no_prompt, row_prompts
 from workers.data.row_source import DataRow, first_of, read_rows
 from workers.data.tokenizer_file import TokenizerFile
@@ -54,13 +55,15 @@ def row_findings(
         path = show(reader.source.path)
         try:
             rows = _rows(config, reader)
-            table = build_examples(first_of(rows, _ROWS), reader)
+            chunk = first_of(rows, _ROWS)
+            table = build_examples(chunk, reader)
             fits(table.largest)
             chat = chat or (key != _EVAL and table.rendered)
             if next(rows, None) is not None:  # others may be better
                 yield from _none_left(key, table, reader)
                 continue
             refuse_nothing(table, reader.config)
+            yield from all_held_out(config, key, len(chunk), len(table))
             whole.append(table)
             if key != _EVAL and len(whole) == len(reader.data.sources):
                 refuse_one_label(whole, reader.config)

@@ -151,6 +151,7 @@ def test_an_end_that_is_padding_too_is_not_scored(tmp_path: Path) -> None:
             "the largest row has 29 tokens",
         ),
         ([{"text": "12"}] * 2, {"eval": {"every": 1, "rows": 2}}, "eval.rows", "leaves none of the 2 rows of data"),
+        ([{"text": "12"}, {"text": "1" * 99}], {"eval": {"every": 1, "rows": 1}}, "eval.rows", "1 of them can be used"),
     ],
 )
 def test_rows_that_end_a_start_are_refused(

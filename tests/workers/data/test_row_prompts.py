@@ -178,7 +178,7 @@ def test_what_a_check_says_of_the_first_prompts(
     rows: list[dict[str, Any]], generate: dict[str, Any], wanted: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "b.jsonl").write_text('{"prompt": "too long for it", "answer": 2}\n')
-    config = config_of(tmp_path, rows, generate, max_tokens=20)
+    config = config_of(tmp_path, rows * 5, generate, max_tokens=20)
     found = {one.key: one.message for one in row_findings(config, CODEC, None)}
     assert found.keys() == wanted.keys(), found
     assert all(text in found[key] for key, text in wanted.items()), found
