@@ -74,6 +74,10 @@ class Checkpoint:
     pin: Pin = field(compare=False, repr=False)
 
 
+class _OtherFormat(CheckpointError):
+    pass
+
+
 class SavedMark(BaseModel):
     model_config = ConfigDict(strict=True)
     bytes: NonNegativeInt
@@ -189,22 +193,25 @@ def add_files(path: Path, written: Marks, about: Mapping[str, Any]) -> None:
 def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ()) -> Checkpoint | None:
     """Open the newest whole checkpoint that has these folders; damaged ones are skipped with a warning. None: there is
     none at all. Leftovers of a killed save are ignored. Raises CheckpointError where every one is damaged, with what
-    is wrong with each."""
-    damaged: list[str] = []
+    is wrong with each, and where another version wrote one that an older one would take the place of."""
+    damaged, what = list[str](), f"every checkpoint in {root} is damaged"
     for step in reversed(steps_in(root)):
         path = step_path(root, step)
         try:
             found = _read(path, folders)
         except CheckpointError as error:
             damaged.append(f"{path.name}: {error.message}")
-            continue
+            if not isinstance(error, _OtherFormat):
+                continue
+            what = f"the newest checkpoint in {root} was written by another version of rlctl"
+            break
         for line in damaged:
             warn(f"skipped {line}")
         return found
     if damaged:
         listed = "".join(f"\n  - {line}" for line in damaged)
         hint = f"put one of them back from a copy, or use the rlctl that wrote them; {START_OVER}"
-        raise CheckpointError(f"every checkpoint in {root} is damaged:{listed}", hint=hint)
+        raise CheckpointError(f"{what}:{listed}", hint=hint)
     return None
 
 
@@ -226,7 +233,7 @@ def _read(path: Path, folders: Sequence[str]) -> Checkpoint:
     except ValidationError as error:
         key, writer = ".".join(map(str, error.errors()[0]["loc"])), content.get("rlctl", "an older version")
         known = f"of rlctl {writer}, has another {key} than rlctl {__version__} reads"
-        raise CheckpointError(f"its manifest.json, {known}") from None
+        raise (_OtherFormat if key == "format" else CheckpointError)(f"its manifest.json, {known}") from None
     except ValueError as error:
         raise CheckpointError(f"its manifest.json {error}") from None
     if step_path(path.parent, manifest.step) != path:

@@ -101,6 +101,12 @@ def test_a_manifest_of_another_format_is_named_and_who_wrote_it(tmp_path):
     assert "use the rlctl that wrote it" in caught.value.hint
     with pytest.raises(CheckpointError, match=rf"\n  - step_000001: {told}\n"):
         checkpoints.newest(tmp_path, pytest.fail)
+    newer = save(tmp_path, 2) / "manifest.json"
+    manifest.rename(newer)
+    save(tmp_path, 1)
+    newer.write_text(newer.read_text().replace('"step": 1', '"step": 2'))
+    with pytest.raises(CheckpointError, match=rf"written by another version of rlctl:\n  - step_000002: {told}\n"):
+        checkpoints.newest(tmp_path, pytest.fail)  # step 1 is whole, but not what the run had come to
 
 
 def test_failing_save_leaves_the_older_and_no_debris(tmp_path):
