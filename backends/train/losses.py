@@ -117,7 +117,8 @@ def _cispo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Cis
     log_ratio_N = (logprob_N - anchor_N).detach()
     ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weight_N = ratio_N.clamp(1.0 - loss.clip_low, 1.0 + loss.clip_high)
-    return PolicyLoss(-weight_N * columns.advantage_N * logprob_N, log_ratio_N, ratio_N, weight_N != ratio_N)
+    clipped_N = (weight_N != ratio_N) & (columns.advantage_N != 0)
+    return PolicyLoss(-weight_N * columns.advantage_N * logprob_N, log_ratio_N, ratio_N, clipped_N)
 
 
 def _sapo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: SapoLoss) -> PolicyLoss:
@@ -140,7 +141,7 @@ def _gmpo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Gmpo
     mean_N = torch.where(up_N, columns.of_sequence["log_ratio_up_B"], columns.of_sequence["log_ratio_down_B"])
     ratio_N = mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss_N = -columns.advantage_N * ratio_N * (1.0 + bounded_N - bounded_N.detach())
-    return PolicyLoss(loss_N, mean_N, ratio_N, (bounded_N != log_ratio_N).detach())
+    return PolicyLoss(loss_N, mean_N, ratio_N, (bounded_N != log_ratio_N).detach() & (columns.advantage_N != 0))
 
 
 def _clip_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: ClipCovLoss) -> PolicyLoss:

@@ -376,6 +376,15 @@ def test_sapo_by_hand() -> None:
     assert abs(one_token(loss, 2.0, -1.0)[1]) < abs(one_token(loss, 2.0, 1.0)[1])
 
 
+@pytest.mark.parametrize("loss", [CispoLoss(anchor="trainer"), GmpoLoss(anchor="trainer")])
+@pytest.mark.parametrize("ratio", [0.01, 9.0])
+def test_a_clip_decides_nothing_where_the_advantage_is_0(loss: Loss, ratio: float) -> None:
+    old, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    means = {"log_ratio_up_B": old, "log_ratio_down_B": old}
+    columns = TokenColumns(one, 0 * one, old, old, None, means)
+    assert not LOSSES[type(loss)].tokens(math.log(ratio) * one, old, columns, loss).clipped_N.any()
+
+
 # ── aggregation ───────────────────────────────────────────────────────────────────────────────────
 
 
