@@ -202,7 +202,7 @@ async def _wait(turn: Turn) -> ChatReply:
 def _parts(request: web.BaseRequest) -> tuple[str, str]:
     """Return what is asked for, without `/v1/`, and the key."""
     parts = [unquote(part) for part in request.rel_url.raw_path.split("/")[1:]]
-    header = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    header = re.sub("^bearer +", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE)
     key = header or request.headers.get("x-api-key", "")
     if parts[0] == "s" and len(parts) > 1:
         key, parts = parts[1], parts[2:]

@@ -244,6 +244,8 @@ def test_keys_and_paths() -> None:
             for path in ("x", "chat", "chat/completions/x", "../s", "models/../../etc"):
                 assert (await post(served, ASKED, url=f"{served.openai}/{path}"))[0] == 404, path
             assert content(await post(served, ASKED, url=f"{served.openai}/chat/completions", headers={})) == "one"
+            as_typed = {"Authorization": f"BEARER {served.key}"}  # RFC 9110: schemes in any case
+            assert (await post(served, ASKED, "models", headers=as_typed))[0] != 401
             served.gateway.shut(served.episode)
             assert (await post(served, ASKED))[0] == 401
             assert len(served.sampler.log) == 1
