@@ -78,6 +78,12 @@ async def forgets(task, client):
     for turn in range(1 + reward):
         await client.chat([*task["messages"], {"role": "user", "content": str(turn)}])
     return {"reward": reward, "asked/for": reward + 1} if reward else 0
+
+
+async def silent(task, client):
+    """Give two rows of three a reward."""
+    await client.chat(task["messages"])
+    return task["number"] % 3 or None
 '''
 # Most characters end a turn, so that a model with random weights has several.
 STOP = json.dumps(

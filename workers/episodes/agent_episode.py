@@ -40,6 +40,7 @@ class AgentEpisode(Episode):
     """An attempt at a task by an agent of the user's."""
 
     gateway: Gateway
+    needs_reward: bool = False  # of a function: the run's reward has it as a term
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +70,8 @@ class AgentEpisode(Episode):
             await self._grade(environment, self.section.command)
         else:
             self.trajectory.metrics = {name: float(value) for name, value in found.get("metrics", {}).items()}
+            if self.needs_reward and found.get("reward") is None and self._ended is None:
+                raise EnvironmentLost("crash", 'the agent gave no reward: have it return a number, or {"reward": …}')
             self._add_reward(found.get("reward"))
         return self._ended or "completed"
 

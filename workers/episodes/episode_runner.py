@@ -17,6 +17,7 @@ import numpy as np
 
 from backends.hf.tokenizer import TextCodec
 from specs.errors import RewardError
+from specs.schema.rewards import EnvironmentReward
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.role_config import RewardConfig
@@ -152,7 +153,8 @@ class EpisodeRunner:
         what = task, section, described, self.chat, batch.draw, self._config.max_response_tokens
         if self._gateway is None or described.mode != "agent":
             return await Episode(*what).run(pool)
-        return await AgentEpisode(*what, self._gateway).run(pool)
+        graded = any(isinstance(term, EnvironmentReward) for term in self._config.reward.terms)
+        return await AgentEpisode(*what, self._gateway, graded).run(pool)
 
     def wait_for(self, id_: int) -> asyncio.Future[SampledTurn]:
         """Return the turn to come of a sample."""

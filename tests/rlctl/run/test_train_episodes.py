@@ -154,6 +154,15 @@ def test_a_rollout_of_several_samples_counts_once(tmp_path: Path) -> None:
     assert line["rollout/tokens"] == pytest.approx(16 * line["rollout/length_mean"])
 
 
+@pytest.mark.parametrize(("terms", "lost"), [("", 0.5), ('{kind="function", path="talk.py:last_message"}', 0.0)])
+def test_an_agent_that_gives_no_reward_is_lost_where_one_counts(tmp_path: Path, terms: str, lost: float) -> None:
+    agent = 'environment={agent="talk.py:silent", max_turns=4, max_episode_tokens=128}'
+    options = settings(agent, "data.shuffle=false", "run.steps=1", *([f"reward.terms=[{terms}]"] if terms else []))
+    out = train(write(tmp_path), tmp_path / "run", *options)
+    assert trained(tmp_path / "run")[0].get("episode/stop_environment_lost", 0.0) == lost
+    assert ("the agent gave no reward: have it return a number" in out) == bool(lost)
+
+
 # ── the torch engines ─────────────────────────────────────────────────────────────────────────────
 
 
