@@ -54,6 +54,7 @@ class TriedEnvironment:
     turn: str = ""
     reply: str | None = None
     reply_error: bool = False
+    reply_lost: bool = False  # the call loses the episode, so that the model reads no reply
     turn_ids: list[int] = field(default_factory=list)
     suffix_ids: list[int] = field(default_factory=list)
     output: str = ""  # the end of what it printed, where something is wrong

@@ -312,9 +312,9 @@ def _environment_table(one: TriedEnvironment) -> Table:
         rows.append(("prompt", f"{counted(one.prompt_tokens, 'token')}{of_tools}"))
     rows += [("scripted turn", show(one.turn, SHOWN_TEXT))] if one.turn else []
     if one.reply is not None:
-        rows.append(
-            ("reply", show(one.reply, SHOWN_TEXT) + (" (an error; the arguments are invented)" * one.reply_error))
-        )
+        wrong = "it loses the episode" if one.reply_lost else "an error"
+        note = f" ({wrong}; the arguments are invented)" * one.reply_error
+        rows.append(("reply", show(one.reply, SHOWN_TEXT) + note))
     if one.turn_ids:
         ends = [" ".join(map(str, ids)) for ids in (one.turn_ids[-SHOWN_IDS:], one.suffix_ids[:SHOWN_IDS])]
         rows.append(("appended", f"{counted(len(one.suffix_ids), 'token')}: … {ends[0]} | {ends[1]} …"))

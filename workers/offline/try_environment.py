@@ -102,7 +102,7 @@ class EnvironmentTrial:
                 await environment.reward()
             except EnvironmentLost as lost:
                 if call is not None and self._doing == call.name:  # who knows what the model's arguments do
-                    self.found |= {"reply": str(lost), "reply_error": True}
+                    self.found |= {"reply": str(lost), "reply_error": True, "reply_lost": True}
                 else:
                     self._lost(lost)
                     if self._doing != _GRADING:

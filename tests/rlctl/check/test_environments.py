@@ -151,6 +151,7 @@ def test_code_that_hangs_or_ends_the_process_is_given_up(tmp_path: Path, monkeyp
     assert_problems({"environment.2.path": "raise environment.2.call_timeout_s"}, found.warnings)
     _, call, _, end = found.environments
     assert (call.reply, call.reply_error) == ("no answer within 1 s", True)
+    assert '"no answer within 1 s" (it loses the episode; the arguments are invented)' in shown(call)
     assert "last words" in shown(end)
 
 
