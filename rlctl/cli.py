@@ -416,6 +416,15 @@ def setup_engine(
     os.execve(bash, [bash, str(setup_script()), name], {**os.environ, "RLCTL_INTERPRETER": sys.executable})
 
 
+pressed: list[int] = []
+
+
+def interrupt(number: int, _: object) -> None:
+    """Raise KeyboardInterrupt, and note it: pydantic, while it builds validators, makes another error of it."""
+    pressed.append(number)
+    raise KeyboardInterrupt
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     with visible_streams():
@@ -434,7 +443,7 @@ def _main(arguments: list[str] | None) -> int:
         sys.stderr.close()  # whoever read us has gone; so would a second message
         return 1
     except Exception as error:  # the edge: nothing may pass, and the traceback is kept
-        return _show_usage(error) or _show_refused(error) or _show_bug(error)
+        code = _show_usage(error) or _show_refused(error) or (Interrupted.exit_code if pressed else _show_bug(error))
     if code == Interrupted.exit_code:  # as typer returns of a Ctrl-C
         print("interrupted", file=sys.stderr)
     return code

@@ -47,6 +47,18 @@ def test_ctrl_c_while_it_is_imported_ends_without_a_traceback(module: str) -> No
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+def test_ctrl_c_while_pydantic_builds_validators_is_no_fault_of_ours(tmp_path: Path) -> None:
+    """It makes a SchemaError of whatever is raised in what it asks, here how a choice is shown."""
+    code = "import os, signal, sys\nfrom enum import Enum\nimport pydantic\nfrom typing import Literal\n"
+    code += "class Choice(Enum):\n A = 1\n def __repr__(self): os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "def runs(*_, **__): pydantic.create_model('M', a=Literal[Choice.A])\n"
+    code += "import rlctl.run.runs_command as it\nit.runs = runs\n"
+    code += "from rlctl.__main__ import main\nsys.exit(main())"
+    command = [sys.executable, "-c", code, "runs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def listing(folder: Path) -> dict[str, float]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
