@@ -361,11 +361,15 @@ class MLflowTracker(TrackerClient):
     def __init__(self, table: tables.MLflow, spec: Spec, run_dir: Path, known: Mapping[str, str]) -> None:
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         import mlflow
+        from filelock import FileLock
 
         self._mlflow: Any = mlflow
         if table.tracking_uri:
             mlflow.set_tracking_uri(table.tracking_uri)
-        mlflow.set_experiment(table.experiment)
+        uri = mlflow.get_tracking_uri()
+        database = uri.removeprefix("sqlite:///")
+        with FileLock(f"{database}.lock") if database != uri else nullcontext():  # it makes its tables without one
+            mlflow.set_experiment(table.experiment)
         if known:
             run = mlflow.start_run(run_id=known["run_id"])
         else:
@@ -375,7 +379,7 @@ class MLflowTracker(TrackerClient):
                 mlflow.log_params(dict(values[start : start + self.at_once]))
         mlflow.log_dict(spec.resolved(), "resolved.json")
         self.remembers = {"run_id": run.info.run_id}
-        self.address = f"run {run.info.run_id} of experiment {table.experiment} at {mlflow.get_tracking_uri()}"
+        self.address = f"run {run.info.run_id} of experiment {table.experiment} at {uri}"
 
     def _parameter(self, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

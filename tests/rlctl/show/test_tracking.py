@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,13 @@ def test_mlflow_is_told_the_experiment_and_every_hyperparameter(tmp_path: Path, 
     assert known["data.template"] == "x" * 499 + "…"
     (resolved,) = calls("mlflow.log_dict")
     assert resolved == {"artifact_file": "resolved.json", "dictionary": spec.resolved()}
+
+
+def test_two_runs_begin_on_a_fresh_sqlite_file(tmp_path: Path, calls: Any) -> None:
+    (table,) = spec_with({**MLFLOW, "tracking_uri": f"sqlite:///{tmp_path}/runs.db"}).tracking
+    with ThreadPoolExecutor() as pool:
+        begun = [pool.submit(TRACKERS["mlflow"], table, spec_with(), tmp_path, {}) for _ in range(2)]
+    assert len({one.result().remembers["run_id"] for one in begun}) == 2
 
 
 def test_samples_are_a_table(tmp_path: Path, calls: Any) -> None:
