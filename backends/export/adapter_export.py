@@ -35,7 +35,8 @@ def merged_weights(
     names; each made when it is loaded.
 
     `model` is the base model on the meta device."""
-    reader, config, aliases = ShardReader(checkpoint, "model"), read_config(checkpoint), aliases_of(model)
+    reader, config = ShardReader(checkpoint, "model"), read_config(checkpoint)
+    aliases = {name: each for name, each in aliases_of(model).items() if name not in reader.shapes}  # what is not there
     scale, base = config["lora_alpha"] / config["r"], _base_config(model_path, trust_remote_code)
     transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
