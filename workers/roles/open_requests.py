@@ -52,20 +52,18 @@ class OpenRequests:
         return [self._whole(completion, version) for completion in found]
 
     def suspend(self, version: int) -> None:
-        """Break off what this version draws, if anything is open."""
-        if self._open and not self.suspended:
-            for completion in self._engine.suspend():
-                whole = self._so_far(completion, version)
-                if not self._engine.open_requests:
-                    self._written[completion.id] = whole
-            self.suspended = True
+        """Break off what this version draws. What comes from now on waits, also where nothing is open."""
+        for completion in self._engine.suspend() if self._open and not self.suspended else ():
+            whole = self._so_far(completion, version)
+            if not self._engine.open_requests:
+                self._written[completion.id] = whole
+        self.suspended = True
 
     def resume(self) -> None:
-        """Go on with what was broken off."""
-        if self.suspended:
-            self.suspended = False
+        """Go on with what was broken off, and begin what came meanwhile."""
+        if self.suspended and self._open:
             self._engine.add(self._came_late if self._engine.open_requests else [*self._continued()])
-            self._came_late = []
+        self.suspended, self._came_late = False, []
 
     def versions_of(self, batch: Batch) -> Batch:
         """Return completions with the versions of the weights that drew each token, and of each sample the oldest."""

@@ -168,6 +168,21 @@ def test_limits_hold_for_the_whole(engine: RolloutEngine) -> None:
     assert (samples["finished_B"][written_B < SAMPLING.max_response_tokens] == 1).all()
 
 
+def test_what_comes_while_weights_change_waits_though_nothing_was_open(engine: RolloutEngine) -> None:
+    """So do turns of episodes that all waited for their tools when a sync began."""
+    open_, parts = OpenRequests(engine), list[Batch]()
+    completions = Completions(make_prompts(2, 2), SAMPLING, lambda part: parts.append(open_.versions_of(part)))
+    open_.suspend(OLD)
+    open_.add(completions.requests())
+    give_weights(engine, seed=NEW)
+    open_.resume()
+    while len(open_):
+        for completion in open_.step(NEW):
+            completions.finish(completion)
+        completions.flush()
+    assert {version for part in parts for version in part["version_T"].tolist()} == {NO_VERSION, NEW}
+
+
 def test_an_engine_is_not_changed_under_open_requests(engine: RolloutEngine) -> None:
     open_ = OpenRequests(engine)
     open_.add(Completions(make_prompts(2, 2), SAMPLING, lambda part: None).requests())
