@@ -62,7 +62,10 @@ class ZygoteHandle:
         """Have a process forked that answers at the other end of its socket, `end`."""
         number = next(self._numbers)
         self._forks[number] = process
-        socket.send_fds(self._control, [encode({"fork": number})], [end.fileno()])
+        try:
+            socket.send_fds(self._control, [encode({"fork": number})], [end.fileno()])
+        except OSError:  # it has ended just now
+            _fail(process.forked, EnvironmentLost("crash", "the process that forks ended"))
 
     async def end(self) -> None:
         """End it, all processes that it forked and what they started."""

@@ -309,6 +309,22 @@ def test_the_process_that_forks_is_replaced(tmp_path: Path) -> None:
     with_pool(tmp_path, test)
 
 
+def test_episodes_that_begin_as_the_process_that_forks_ends_are_lost(tmp_path: Path) -> None:
+    async def test(pool: EnvironmentPool) -> None:
+        async with opened(pool) as environment:
+            zygote = int(str((await does(environment, "zygote")).text))
+            os.kill(zygote, signal.SIGKILL)
+            assert ended(zygote)
+            found = await asyncio.gather(*(pool.open() for _ in range(3)), return_exceptions=True)
+            assert {type(each) for each in found} <= {EnvironmentLost, Environment}, found
+            assert EnvironmentLost in map(type, found)
+            for each in found:
+                if isinstance(each, Environment):
+                    await each.close()
+
+    with_pool(tmp_path, test, processes=4)
+
+
 def test_the_log_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LOG_BYTES", 100_000)
 
