@@ -405,8 +405,8 @@ becomes a model of its own. Engines with models of their own (`megatron`, `vllm`
 
 ### Mixtures of experts
 
-The loss has no balancing term, and in bf16 sampler and trainer may route a token differently: expect a larger
-`rollout/logprob_gap`.
+The loss has no balancing term, routers add no noise, and in bf16 sampler and trainer may route a token differently:
+expect a larger `rollout/logprob_gap`.
 """
 
 

@@ -182,7 +182,7 @@ def transformer_config(
 
 def _experts(text: Any, experts: Experts) -> dict[str, Any]:
     """Options of a router that takes the likeliest experts, as many for every token, and drops none. There is no
-    auxiliary loss, as in the other engines."""
+    auxiliary loss and no noise, as in the other engines."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # Megatron-core 0.16's router asks for TransformerEngine's under this name, which does not exist without it.
         moe_utils.te_general_gemm = None
@@ -190,8 +190,6 @@ def _experts(text: Any, experts: Experts) -> dict[str, Any]:
     normalised = getattr(text, "norm_topk_prob", True)  # Mixtral always does so, and has no such key
     if normalised and chosen == 1:
         raise ModelError("Megatron does not normalise the weight of one expert per token, which this model does")
-    if getattr(text, "router_jitter_noise", 0):
-        raise ModelError("the engine megatron adds no noise to what routers see, which this model does")
     return {
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.inner,

@@ -167,6 +167,7 @@ FAMILIES = {
             "architectures": ["MixtralForCausalLM"],
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.01,  # which no engine adds
         },
         seed=47,
         megatron="4:experts, tensor pipeline",
