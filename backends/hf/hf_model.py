@@ -117,7 +117,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     _check_fits(config, text)
     for name, value in list(vars(text).items()):
         # Log-probs must not be random: sampler and trainer would never agree.
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+        if isinstance(value, float) and "drop" in name:  # of numbers, or of whole layers
             setattr(text, name, 0.0)
     if config.head != "lm":
         hf_config.num_labels = 1

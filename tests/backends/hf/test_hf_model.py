@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,10 +76,18 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     assert torch.equal(model(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("layers", [1, True])
-def test_routers_draw_no_noise_where_layers_are_recomputed(tmp_path: Path, layers: bool | int) -> None:
-    """They do in train mode, which recomputation needs: log-probs were random, in bf16 unseen by any check."""
-    folder = write_model(tmp_path, {**FAMILIES["mixtral"].config, "router_jitter_noise": 0.1})
+NOISY = {**FAMILIES["mixtral"].config, "router_jitter_noise": 0.1}
+DROPS_LAYERS = {"model_type": "opt", "vocab_size": 23, "hidden_size": 32, "num_hidden_layers": 2, "layerdrop": 0.9}
+DROPS_LAYERS |= {"ffn_dim": 48, "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 32}
+
+
+@pytest.mark.parametrize(("config", "layers"), [(NOISY, 1), (NOISY, True), (DROPS_LAYERS, True)])
+def test_nothing_is_random_where_layers_are_recomputed(
+    tmp_path: Path, config: dict[str, Any], layers: bool | int
+) -> None:
+    """In train mode, which recomputation needs, routers draw noise and layers are left out: log-probs were random, in
+    bf16 unseen by any check."""
+    folder = write_model(tmp_path, config)
     model = build_model(model_config(folder), load_weights=True)
     tokens = torch.arange(8)[None]
     expected = model(tokens, use_cache=False).logits
