@@ -90,6 +90,8 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     from specs.schema.recipes import sampling_of
 
     run = load_spec(spec, [])
+    if run.cluster is not None and run.cluster.kind == "ray":
+        load_spec(spec, ["cluster.kind=slurm"])  # as the script has it: keys for Ray would be refused in the job
     actor, sampling = run.lead_section, sampling_of(run)
     rollout = sampling.rollout if sampling is not None else None
     apart = rollout is not None and rollout.first_node >= actor.nodes

@@ -31,7 +31,7 @@ from rlctl.processes.failures import Evidence
 from rlctl.processes.placement import RolePlan, make_plan
 from rlctl.processes.rank_states import RestartPolicy
 from rlctl.processes.slurm import SlurmJob
-from specs.errors import RoleFailure
+from specs.errors import RoleFailure, SpecError
 from specs.load.load import load_spec
 from specs.packages import package_root
 from specs.schema.roles import ROLES
@@ -275,6 +275,16 @@ def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
     (run / "resolved.json").touch()  # `RunDir.resolved`
     assert "--resume" not in arguments_from(script, tmp_path, ["n0"])
     assert "--resume" in arguments_from(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")
+
+
+def test_a_key_of_another_cluster_is_refused_before_a_job_waits_for_it(tmp_path: Path) -> None:
+    spec = preset("quickstart", tmp_path)
+    text = spec.read_text().replace("[actor]\n", '[actor]\nnodes = 2\nprocesses = 2\nlauncher = "torchrun"\n', 1)
+    spec.write_text(f'{text}\n[cluster]\nkind = "ray"\n')
+    write_batch_script(spec, force=False)
+    spec.write_text(f'{spec.read_text()}address = "head:6379"\n')
+    with pytest.raises(SpecError, match=r"cluster.address = .*: has no effect"):
+        write_batch_script(spec, force=True)
 
 
 @pytest.mark.parametrize("name", ["dpo-cpu", "reward-model-cpu", "ppo-cpu"])
