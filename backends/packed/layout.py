@@ -83,14 +83,17 @@ class PackedLayout:
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, reach: Reach) -> Tensor:
     """[n, H, L, D] with keys and values [n, KV, L, D] → [n, H, L, D]."""
     length = query.shape[2]
-    banded = not reach.covers(length)
-    if query.shape[1] != key.shape[1] and wants_a_key_per_query_head(query.device, query.dtype, masked=banded):
+    band = None if reach.covers(length) else ~_hidden(length, reach, query.device)
+    return masked_attention(query, key, value, band, scaling)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """[n, H, Q, D] with keys and values [n, KV, S, D] → [n, H, Q, D]; causal without a mask."""
+    masked = mask is not None
+    if query.shape[1] != key.shape[1] and wants_a_key_per_query_head(query.device, query.dtype, masked=masked):
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     gqa = query.shape[1] != key.shape[1]
-    if not banded:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
-    band = ~_hidden(length, reach, query.device)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=not masked, scale=scaling, enable_gqa=gqa)
 
 
 def _hidden(length: int, reach: Reach, device: torch.device) -> Tensor:

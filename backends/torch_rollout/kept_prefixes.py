@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from backends.packed.layout import groups_of_like_length, wants_a_key_per_query_head
+from backends.packed.layout import groups_of_like_length, masked_attention
 from backends.packed.packed_attention import Reach, Scoring, additive_mask
 from backends.sample_requests import SampleRequest
 from backends.torch_rollout.kv_cache import LayerTensors, layer_of
@@ -115,7 +114,10 @@ class ContinuedLayout:
                 for rows, index in ((query_T, group.new_nQ), (keys_W, group.whole_nS), (values_W, group.whole_nS))
             )
             mask = self._mask(number, how.reach, q)
-            out = how.function(q, k, v, mask) if how.function else _attention(q, k, v, mask, how.scaling)
+            if how.function is None:
+                out = masked_attention(q, k, v, mask, how.scaling).transpose(1, 2)
+            else:
+                out = how.function(q, k, v, mask)
             outputs.append(out.flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._inverse_T)[None]
 
@@ -134,13 +136,3 @@ class ContinuedLayout:
             hidden = reach.hides(group.position_nQ[..., None], key_position)
             self._masks[number, reach] = additive_mask(hidden, like.dtype)[:, None]
         return self._masks[number, reach]
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """[n, H, Q, D] over [n, KV, S, D] → [n, Q, H, D]."""
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and wants_a_key_per_query_head(query.device, query.dtype, masked=True):
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        grouped = False
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2)
