@@ -274,21 +274,15 @@ def loss_weight_T(batch: Batch, aggregation: str, scale: LossScale) -> NDArray[n
         weight_T = mask_T / max(1, scale.max_response_tokens * scale.num_sequences)
     else:
         assert aggregation == "seq-mean-token-mean", aggregation
-        tokens_T = np.repeat(loss_tokens_B(batch), batch["length_B"])
+        tokens_T = np.repeat(batch.sum_by_sequence("loss_mask_T"), batch["length_B"])
         weight_T = mask_T / np.maximum(1, tokens_T * scale.num_sequences)
     return np.asarray(weight_T, dtype=np.float32)
-
-
-def loss_tokens_B(batch: Batch) -> NDArray[np.int64]:
-    """Loss tokens of each sequence."""
-    counts = np.concatenate([[0], np.cumsum(batch["loss_mask_T"] != 0)])
-    return np.asarray(counts[batch.offsets[1:]] - counts[batch.offsets[:-1]], dtype=np.int64)
 
 
 def update_counts(batch: Batch, micros: MicroBatches, ranks: int = 1, *, first: bool = True) -> dict[str, float]:
     """Return what `forward_backward` counts: `ENGINE_SUMS` and `ENGINE_MAXIMA`. `micros`: of the `ranks` that compute
     them together; the `first` of these counts them."""
-    tokens_B, computed = loss_tokens_B(batch), micros.tokens if first else []
+    tokens_B, computed = batch.sum_by_sequence("loss_mask_T"), micros.tokens if first else []
     return {
         "tokens": float(tokens_B.sum()),
         "sequences": float((tokens_B > 0).sum()),

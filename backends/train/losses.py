@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backends.packed.packing import log_ratio_T, loss_tokens_B
+from backends.packed.packing import log_ratio_T
 from backends.token_metrics import TokenColumns, TokenValues, token_values
 from backends.train.own_loss import own_loss
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
@@ -226,7 +226,7 @@ def sequence_columns(
         return {}
     on_policy = loss.anchor == "current"
     ratio_T = np.zeros(batch.num_tokens) if on_policy else log_ratio_T(batch, loss, logprobs())
-    tokens_B, sequence_T = loss_tokens_B(batch), batch.sequence_T
+    tokens_B, sequence_T = batch.sum_by_sequence("loss_mask_T"), batch.sequence_T
 
     def means(value_T: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.bincount(sequence_T, value_T, len(tokens_B)) / np.maximum(tokens_B, 1)

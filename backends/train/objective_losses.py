@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from backends.packed.packing import MicroBatch, loss_tokens_B, loss_weight_T
+from backends.packed.packing import MicroBatch, loss_weight_T
 from backends.packed.row_ops import Put
 from backends.protocol import LossScale
 from backends.token_metrics import ObjectiveTokens, UnitValues, token_values
@@ -259,7 +259,7 @@ class ObjectiveBatch:
         self._sequence = np.arange(len(batch)) if objective.of_scores else batch.sequence_T  # by `column_N`
         if objective.unit == "token":
             return
-        tokens_B = loss_tokens_B(batch)
+        tokens_B = batch.sum_by_sequence("loss_mask_T")
         self._unit_B, self._chosen_B = batch["unit_B"], batch["chosen_B"] != 0
         _check_units(self._unit_B, self._chosen_B, tokens_B, objective)
         self._facts_4B = np.zeros((4, len(batch)))
