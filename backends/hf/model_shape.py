@@ -72,7 +72,7 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
         layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
         carries_state=facts is not None and facts.state_layers > 0,
-        end_tokens=_end_tokens(config, text.eos_token_id),
+        end_tokens=end_tokens(config.path, text.eos_token_id),
         tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
 
@@ -111,8 +111,9 @@ def _spec(name: str, tensor: torch.Tensor) -> WeightSpec:
     return WeightSpec(name, wire_dtype(tensor.dtype), tuple(tensor.shape), nbytes)
 
 
-def _end_tokens(config: ModelConfig, own: object) -> frozenset[int]:
+def end_tokens(path: str, own: object) -> frozenset[int]:
+    """`eos_token_id` of config (`own`) and generation config; a model built from its config alone lacks the latter."""
     ends = set(token_ids(own))
     with suppress(OSError):  # the file is optional
-        ends |= set(token_ids(GenerationConfig.from_pretrained(config.path).eos_token_id))
+        ends |= set(token_ids(GenerationConfig.from_pretrained(path).eos_token_id))
     return frozenset(ends)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from backends.hf.attention_choice import choose
 from backends.hf.hf_model import (
@@ -22,7 +21,7 @@ from backends.hf.hf_model import (
     read_config,
     to_device,
 )
-from backends.hf.tokenizer import token_ids
+from backends.hf.model_shape import end_tokens
 from backends.memory import hand_back
 from backends.packed.layout import PackedLayout
 from backends.protocol import OnMeta, Rank, WeightSpec
@@ -59,7 +58,8 @@ class TorchRolloutEngine(SyncedSampler):
         super().__init__(config, held, f"{type(model).__name__} here")
         self.table, self.model = config.engine, model
         self.device = torch.device(config.model.device)
-        self.stops = stop_tokens(_end_tokens(model, config.model.path), config, ask_tokenizer=True)
+        ends = end_tokens(config.model.path, model.config.get_text_config().eos_token_id)
+        self.stops = stop_tokens(ends, config, ask_tokenizer=True)
         self._take_memory()
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
@@ -268,14 +268,6 @@ def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedM
     decision = choose(config.model, read_config(config.model), decodes=True)
     model = make(config.model.model_copy(update={"attn_implementation": decision.implementation}))
     return model.requires_grad_(False)
-
-
-def _end_tokens(model: PreTrainedModel, path: str) -> set[int]:
-    """`eos_token_id` of config and generation config; a model built from its config alone lacks the latter."""
-    named = set(token_ids(model.config.get_text_config().eos_token_id))
-    with suppress(OSError):  # the file is optional
-        named |= set(token_ids(GenerationConfig.from_pretrained(path).eos_token_id))
-    return named
 
 
 def _take_memory(
