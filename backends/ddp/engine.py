@@ -104,7 +104,7 @@ class DdpTrainEngine(HfTrainEngine):
         if form == "merged" and self.adapters is None and DTYPES[dtype] == self.flat.compute_P.dtype:
             computed = {segment.name: segment.parameter for segment in self.flat.segments}
             # They are views, so all at once: between copies, which drive Python out of the cache, it takes far longer.
-            return iter(list(weight_export.stream(iter(self._by_name(computed).items()), dtype)))
+            return iter(list(weight_export.stream(iter(self._by_name(computed).items()), dtype, self._buffers)))
         return super().export_weights(dtype, form)
 
     def _weight_kinds(self) -> Mapping[str, TensorKind]:

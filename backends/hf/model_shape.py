@@ -49,11 +49,13 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
+                hf_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(f"model {config.path}: {said}", hint="model.path must hold a causal language model") from None
+    for parameter in model.parameters():  # but not buffers, which engines hold in fp32
+        parameter.data = parameter.data.to(DTYPES[config.dtype])
     model.tie_weights()
     facts = model_facts(hf_config.to_dict())
     text = hf_config.get_text_config()

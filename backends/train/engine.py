@@ -482,13 +482,19 @@ class HfTrainEngine(TrainEngine):
         full = self._full_weights(kinds, sent)
         if self.adapters is not None:
             full = self.adapters.merged(full) if form == "merged" else self.adapters.apart(full)
-        return weight_export.stream(full, dtype)
+        return weight_export.stream(full, dtype, self._buffers)
 
     def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
         kinds = self._exported(form)
         if self.adapters is not None:
             kinds = self.adapters.merged_kinds(kinds) if form == "merged" else self.adapters.apart_kinds(kinds)
-        return [weight_export.spec_of(name, kind, dtype) for name, kind in kinds.items()]
+        own = self._buffers
+        return [weight_export.spec_of(name, kind, None if name in own else dtype) for name, kind in kinds.items()]
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        """Names of what every engine holds in a precision of its own, whatever the model computes in."""
+        return frozenset(name for name, _ in self.policy.model.named_buffers())
 
     def _exported(self, form: WeightForm) -> Mapping[str, TensorKind]:
         """The weights that a stream of this form is made of."""

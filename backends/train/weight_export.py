@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from backends.protocol import Buffer, Weight, WeightSpec
 from backends.weights.checksum import Digest, blocks_of
 from backends.weights.host_pieces import host_checksum, pieces_of
-from backends.weights.tensor_bytes import DTYPES, wire_dtype
+from backends.weights.tensor_bytes import DTYPES, torch_dtype, wire_dtype
 from backends.weights.word_sum import word_sums
 from specs.schema.role_section import DType
 
@@ -23,10 +23,10 @@ _NOTHING_U: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
 
 @cache
-def spec_of(name: str, kind: tuple[tuple[int, ...], torch.dtype], dtype: DType) -> WeightSpec:
+def spec_of(name: str, kind: tuple[tuple[int, ...], torch.dtype], dtype: DType | None) -> WeightSpec:
     """The wire's view of a tensor of this shape and dtype: floating ones travel as `dtype`, others as they are."""
     shape, own = kind
-    sent = DTYPES[dtype] if own.is_floating_point else own
+    sent = DTYPES[dtype] if dtype is not None and own.is_floating_point else own
     return WeightSpec(name, wire_dtype(sent), tuple(shape), math.prod(shape) * sent.itemsize)
 
 
@@ -102,8 +102,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def stream(tensors: Iterator[tuple[str, Tensor]], dtype: DType) -> Iterator[Weight]:
-    """Weights, lazily: whatever is made of one lives only until the next is asked for."""
+def stream(tensors: Iterator[tuple[str, Tensor]], dtype: DType, buffers: Collection[str]) -> Iterator[Weight]:
+    """Weights, lazily: whatever is made of one lives only until the next is asked for. `buffers` travel as they are."""
     for name, tensor in tensors:
-        spec = spec_of(name, (tuple(tensor.shape), tensor.dtype), dtype)
-        yield TensorWeight(spec, tensor.detach(), DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype)
+        spec = spec_of(name, (tuple(tensor.shape), tensor.dtype), None if name in buffers else dtype)
+        yield TensorWeight(spec, tensor.detach(), torch_dtype(spec.dtype))

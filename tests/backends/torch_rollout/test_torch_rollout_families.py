@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rollout_helpers import answer, give_weights, make_prompts, rollout_config
 from stock_model import ADAM, TEMPERATURE, Arrays, family_batch, logprobs, stock_model, stock_step, write_family
 from train_helpers import build_engine, grpo, scale_of, train_config, weights_of
 
+from backends.hf.model_shape import model_shape
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.torch_rollout.slot_states import SlotStates
@@ -49,6 +51,22 @@ def test_a_family_is_sampled_as_stock_modules_do(folder: Path, dtype: str) -> No
         assert weight.copy_to(buffer_U) == sampler.import_weight(held[weight.spec.name], buffer_U)
     sampler.finish_import()
     check_scores_and_greedy(sampler, folder, dtype, weights_of(trainer))
+
+
+def test_a_bias_that_chooses_experts_travels_in_fp32_in_a_run_in_bf16(tmp_path: Path) -> None:
+    """A buffer, which trainers and samplers never cast."""
+    folder, name = write_family(tmp_path / "model", "deepseek_v3"), "model.layers.1.mlp.gate.e_score_correction_bias"
+    trainer: Any = build_engine(train_config(folder, model={"dtype": "bf16", "from_scratch": False}))
+    trainer.policy.model.get_buffer(name).copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    config = rollout_config(folder, dtype="bf16")
+    sampler = TorchRolloutEngine.build(config, Rank())
+    sent = {spec.name: spec for spec in trainer.weight_specs("bf16")}
+    assert sent == {spec.name: spec for spec in sampler.weight_specs()} == model_shape(config.model).weights
+    for weight in trainer.export_weights("bf16"):
+        buffer_U = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+        assert weight.copy_to(buffer_U) == sampler.import_weight(sent[weight.spec.name], buffer_U)
+    sampler.finish_import()
+    assert sampler.model.get_buffer(name).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=1e-7)
 
 
 @torch.no_grad()
