@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from backends.export.hf_folder import file_dtype
 from backends.hf.adapter_names import down_of, peft_name, up_of
 from backends.train.hf_weights import aliases_of, stream_into
 from backends.train.lora import CONFIG_FILE, add_adapter, read_config
@@ -45,7 +46,7 @@ def merged_weights(
             return LazyTensor(name, reader.shapes[name], dtype, lambda: reader.tensor(name).to(dtype))
         layer, shape = name.removesuffix(".weight"), tuple(own.shape)
         adapted = name.endswith(".weight") and up_of(layer) in reader.shapes
-        cast = dtype if own.dtype.is_floating_point else own.dtype
+        cast = file_dtype(model, name, own.dtype, dtype)
 
         def load() -> Tensor:
             weight = torch.empty(shape, dtype=torch.float32 if own.dtype.is_floating_point else own.dtype)

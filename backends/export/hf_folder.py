@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from backends.weights.tensor_files import DTYPES, LazyTensor, TensorFile, write_file
 from specs.errors import ExportError
@@ -33,6 +34,13 @@ def write_folder(out: Path, tensors: Sequence[LazyTensor], shard_bytes: int, on_
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def file_dtype(model: PreTrainedModel, name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The precision of a weight in files of `dtype`; of some, that choose experts, transformers reads fp32."""
+    if not own.is_floating_point:
+        return own
+    return torch.float32 if any(part in name for part in model._keep_in_fp32_modules_strict or ()) else dtype
 
 
 def _split(tensors: Sequence[LazyTensor], shard_bytes: int) -> list[list[LazyTensor]]:

@@ -24,7 +24,7 @@ from backends.export.adapter_export import (
     merged_weights,
 )
 from backends.export.composite_export import copy_rest, folder_of, in_place
-from backends.export.hf_folder import SafetensorsReader, write_folder
+from backends.export.hf_folder import SafetensorsReader, file_dtype, write_folder
 from backends.hf.language_model import class_of_folder, is_composite, language_model_config
 from backends.hf.score_layer import auto_class, has_score_layer, score_layer
 from backends.train.tensor_shards import ShardReader
@@ -68,14 +68,13 @@ class Proof:
 
 def trained_weights(source: Source) -> list[LazyTensor]:
     """The trained weights by the model's own names, in the requested dtype; each is read when it is loaded."""
+    model, dtype = _on_meta(source), DTYPES[source.dtype]
     if holds_adapters(source.checkpoint):
-        return merged_weights(
-            source.checkpoint, _on_meta(source), source.model_path, source.trust_remote_code, DTYPES[source.dtype]
-        )
-    reader, dtype = ShardReader(source.checkpoint, "model"), DTYPES[source.dtype]
+        return merged_weights(source.checkpoint, model, source.model_path, source.trust_remote_code, dtype)
+    reader = ShardReader(source.checkpoint, "model")
 
     def lazy(name: str) -> LazyTensor:
-        cast = dtype if reader.dtypes[name].is_floating_point else reader.dtypes[name]
+        cast = file_dtype(model, name, reader.dtypes[name], dtype)
         return LazyTensor(name, reader.shapes[name], cast, lambda: reader.tensor(name).to(cast))
 
     return [lazy(name) for name in reader.shapes]

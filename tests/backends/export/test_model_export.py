@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.export.model_export import Source, as_published, prove, trained_weights, write_model
@@ -108,6 +109,14 @@ def test_every_value_comes_back(tmp_path, config, dtype):
     for name, tensor in wanted.items():
         assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
         assert loaded[name].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+
+
+def test_what_transformers_reads_in_fp32_lies_so_in_files_of_bf16(tmp_path):
+    """A bias by which experts are chosen."""
+    out, _ = export(trained(tmp_path, FAMILIES["deepseek_v3"].config), "bf16", shard_bytes=MANY)
+    entries = TensorFile(out / "model.safetensors").header.entries
+    kept = {name for name, entry in entries.items() if entry.dtype == "F32"}
+    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 def test_names_and_files_are_those_of_transformers(tmp_path):
