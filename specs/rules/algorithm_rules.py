@@ -124,7 +124,7 @@ def _correction(spec: RlSpec) -> Iterator[Problem]:
 
 def _critic(spec: RlSpec) -> Iterator[Problem]:
     algorithm = spec.algorithm
-    if spec.critic is not None and not spec.needs_critic:
+    if spec.critic is not None and algorithm.value_loss is None:
         hint = 'set algorithm.kind = "ppo", or remove the section'
         yield Problem("[critic]", f'has no effect: algorithm.kind = "{algorithm.kind}" has no critic', hint)
     advantage = algorithm.advantage
