@@ -118,10 +118,7 @@ def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
     them, or where they are broken, which is reported of the model, rows are only parsed."""
     data = spec.data
     with _codec_and_chats(spec, spec_dir) as (codec, chats):
-        chats = chats if data.chat != "never" else None
-        if chats is None and (data.system or data.chat == "always"):
-            codec = None
-        return [*first_findings(_config(spec, spec_dir), codec, chats)]
+        return [*first_findings(_config(spec, spec_dir), codec, chats if data.chat != "never" else None)]
 
 
 def _first_rows(spec: RowsSpec, spec_dir: Path) -> list[Finding]:
@@ -153,8 +150,8 @@ def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile
         codec = load_tokenizer(folder) if folder is not None and not template.names else None
     except ValueError:
         codec = None
-    if codec is None or not template.text:
-        yield codec, None
+    if codec is None or not template.text:  # where the spec asks for a template, others report that it is not there
+        yield None if spec.data_section.system or spec.data_section.chat == "always" else codec, None
         return
     tools = template.with_tools
     with ChatRenderer(template.text, codec.special_tokens, library=False, tool_template=tools) as chats:

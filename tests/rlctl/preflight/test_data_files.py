@@ -121,6 +121,13 @@ def test_rows_show_what_learns(tmp_path: Path) -> None:
     assert found.summary == f"first rows (1): {summary}"
 
 
+@pytest.mark.parametrize("asks", [{"chat": "always"}, {"system": "Add."}])
+def test_rows_are_not_blamed_for_a_template_that_is_not_there(tmp_path: Path, asks: dict[str, str]) -> None:
+    """Another check says it of the key."""
+    spec = learned(tmp_path, [{"prompt": "1+1=", "completion": "2"}], data={**ROWS, **asks})
+    assert check_data(spec, tmp_path) == ([], [])
+
+
 def test_an_end_that_is_padding_too_is_not_scored(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     write_reward_model(tmp_path / "model", template="")  # its token 0 is both
