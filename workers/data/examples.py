@@ -71,6 +71,7 @@ class ExampleTable(DroppedRows):
     """Examples that can be drawn, sequence after sequence; example `i` has those from `first[i]` to `first[i + 1]`."""
 
     source: str
+    of_scores: bool = False  # the objective's, which computes the last token too
     first: array[int] = field(default_factory=lambda: array("q", [0]))
     offsets: array[int] = field(default_factory=lambda: array("q", [0]))
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -96,8 +97,10 @@ class ExampleTable(DroppedRows):
             self.margins.append(example.margin)
         self.first.append(len(self.chosen))
         prompts = [each.tokens[: each.mask.index(1)] for each in example.sequences]
-        shared = len(prompts[0]) if len(prompts) > 1 and prompts[0] == prompts[1] else 0
-        self.largest = max(self.largest, sum(len(each.tokens) - 1 for each in example.sequences) - shared)
+        shared = len(prompts[0]) if prompts[1:] == prompts[:1] and len(prompts[0]) > 1 else 0
+        masks = (each.mask for each in example.sequences)
+        computed = (len(mask) - (0 if self.of_scores else 1 + mask[::-1].index(1)) for mask in masks)
+        self.largest = max(self.largest, sum(computed) - shared)
 
     def example(self, row: int) -> list[Learned]:
         """Return the sequences of an example."""
@@ -131,7 +134,7 @@ def build_examples(
 ) -> ExampleTable:
     """Read and tokenise rows; the table may be empty. `keep` is given each row that is in it. Raises DataError on a bad
     or overlong row where the spec refuses them, and ModelError when a chat template cannot be used at all."""
-    table, data = ExampleTable(reader.source.path), reader.config.rows
+    table, data = ExampleTable(reader.source.path, reader.config.of_scores), reader.config.rows
     for row in rows:
         try:
             example = reader.example(row)

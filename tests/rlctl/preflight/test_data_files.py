@@ -155,7 +155,7 @@ def test_an_end_that_is_padding_too_is_not_scored(tmp_path: Path) -> None:
             [{"prompt": "1", "chosen": "2" * 14, "rejected": "3" * 14}],
             WIDE,
             "data.train",
-            "the largest row has 29 tokens",
+            "the largest row has 30 tokens",
         ),
         ([{"text": "12"}] * 2, {"eval": {"every": 1, "rows": 2}}, "eval.rows", "leaves none of the 2 rows of data"),
         ([{"text": "12"}, {"text": "1" * 99}], {"eval": {"every": 1, "rows": 1}}, "eval.rows", "1 of them can be used"),

@@ -13,11 +13,13 @@ import pytest
 from test_conversations import CHATML, TALK, chats_of
 
 from backends.hf.tokenizer import TextCodec, load_codec
+from backends.packed.packing import Budget, Packing
 from rlctl.models.paths import BUILTIN_FOLDER
-from specs.errors import DataError
+from specs.errors import BatchError, DataError
 from specs.schema.objectives import Unit
 from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import DataSection
+from specs.wire.batch import Batch
 from specs.wire.role_config import DataConfig, RowsConfig
 from workers.data.conversations import BadRow
 from workers.data.data_set import RunRows, open_rows
@@ -153,6 +155,21 @@ def test_a_pair_that_truncation_makes_equal_is_bad() -> None:
             pytest.raises(DataError, match=r"x\.jsonl:7: chosen and rejected are the same 4") if same else nullcontext()
         ):
             assert build_examples([row], reader).truncated == 1
+
+
+@pytest.mark.parametrize("of_scores", [False, True])
+def test_the_largest_pair_is_what_a_micro_batch_must_hold(of_scores: bool) -> None:
+    untrained = {**ANSWERED[0], "train": False}
+    talks = {"chosen": [*TALK, untrained], "rejected": [*TALK[:2], {**ANSWERED[0], "content": "9"}]}
+    pairs = [talks, *({"prompt": prompt, "chosen": "abcd", "rejected": "a"} for prompt in ("q", "qr"))]
+    for row in [DataRow("x.jsonl:1", pair) for pair in pairs]:
+        table = build_examples([row], reader_of("pair", of_scores=of_scores))
+        packings = [Packing(Budget(table.largest - less), share_prompts=True) for less in (0, 1)]
+        fits, over = (each.last_token_micro_batches if of_scores else each.micro_batches for each in packings)
+        batch = Batch(table.columns([0], [0], 0))
+        assert fits(batch).tokens == [table.largest]
+        with pytest.raises(BatchError):
+            over(batch)
 
 
 def test_columns_that_are_null_are_not_there() -> None:
