@@ -68,11 +68,8 @@ def _roles(spec: Spec, spec_dir: Path, gpu_GiB: float) -> Iterator[RoleMemory]:
         section: Any = spec.role(name)
         if not ROLES[name].holds_model or section.engine.negligible_memory:
             continue
-        engine, device, scores = (
-            section.engine,
-            "cuda" if section.devices else "cpu",
-            ROLES[name].holds == "score_model" and not spec.learns(name),
-        )
+        engine, device = section.engine, "cuda" if section.devices else "cpu"
+        scores = ROLES[name].holds == "score_model" and not spec.learns(name)
         # What of its memory the engine's table does not say. A rollout's formula is whole.
         asked = ("memory",) if ROLES[name].samples else tuple(_QUESTIONS)
         open_ = tuple(_QUESTIONS[question] for question in asked if not answered(type(engine), question))

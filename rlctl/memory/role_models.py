@@ -104,12 +104,13 @@ def longest_share(spec: Spec, role: RoleName) -> int:
 def replica_of(spec: SamplingSpec, tensors: ModelTensors, facts: ModelFacts, *, gpu_GiB: float) -> Replica:
     """Return what a replica of this spec's rollout holds."""
     rollout = spec.rollout
+    draws = [spec.drawn_at_once, *((each.prompts, each.samples_per_prompt) for each in spec.evaluations)]
     return Replica(
         parallel=rollout.engine.devices_per_process(),
         tensors=tensors,
         facts=facts,
         dtype=spec.dtype(ROLLOUT),
-        sequences=max([-(-spec.most_drawn // rollout.processes), *(each.samples for each in spec.evaluations)]),
+        sequences=max(-(-prompts // rollout.processes) * each for prompts, each in draws),  # groups stay whole
         max_sequence_tokens=spec.longest_tokens(ROLLOUT),
         max_prompt_tokens=spec.max_prompt_tokens,
         several_turns=bool(spec.environments),

@@ -55,9 +55,9 @@ class SamplingSpec(Spec):
         raise NotImplementedError
 
     @property
-    def most_drawn(self) -> int:
-        """Completions that are sampled at once to learn from."""
-        return 0
+    def drawn_at_once(self) -> tuple[int, int]:
+        """Prompts that are sampled at once to learn from, and completions of each."""
+        return 0, 0
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
@@ -152,8 +152,9 @@ class RlSpec(SamplingSpec):
         return True
 
     @property
-    def most_drawn(self) -> int:
-        return self.samples_per_step
+    def drawn_at_once(self) -> tuple[int, int]:
+        group = self.algorithm.group_size + self.algorithm.advantage.greedy_baseline
+        return self.data.prompts_per_step, group * (1 if self.rollout.in_order else 1 + self.rollout.max_staleness)
 
     @property
     def prompt_sets(self) -> PromptSets | None:

@@ -109,6 +109,23 @@ def test_stages_and_tensor_ranks_by_hand(planned: Any) -> None:
     assert part(shared, "actor", "Adam moments") == part(plan, "actor", "Adam moments")
 
 
+@pytest.mark.parametrize(
+    ("changes", "slots"),
+    [
+        ((), 3 * 8),  # whole groups
+        (("eval.prompts=50", "eval.samples_per_prompt=3", "eval.temperature=1"), 13 * 3),  # as of an evaluation
+        (("rollout.max_staleness=2",), 3 * 3 * 8),  # of three steps at a time
+        (("rollout.max_staleness=2", "rollout.repeatable=true"), 3 * 8),  # one after another
+        (("algorithm.kind=remax",), 3 * 9),  # and a greedy one in each group
+    ],
+)
+def test_the_cache_has_room_for_what_a_replica_draws(planned: Any, changes: tuple[str, ...], slots: int) -> None:
+    shape = ("data.prompts_per_step=9", "algorithm.group_size=8", "data.max_prompt_tokens=512", "eval.prompts=8")
+    torch = ("rollout.engine={kind='torch'}", "rollout.processes=4", "data.max_response_tokens=512")
+    plan = planned("grpo-8gpu-separate", "rollout.max_staleness=0", *shape, *torch, *changes)
+    assert part(plan, "rollout", "KV cache") == slots * 1024 * 2 * 28 * 4 * 128 * 2
+
+
 def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
     sets = ["--set", f"model.path={tmp_path / 'model'}", "--set", "run.colocate=never"]
