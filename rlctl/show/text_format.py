@@ -95,8 +95,8 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-# A step as a whole, and what many episodes spend at the same time.
-_NO_PHASE = ("time/step_s", "time/wall_s", "time/environment_s")
+# A step as a whole, what many episodes spend at the same time, and what is part of phases.
+_NO_PHASE = ("time/step_s", "time/wall_s", "time/environment_s", "time/driver_s", "time/restart_s")
 
 
 def phase_times(record: Mapping[str, Any]) -> dict[str, float]:

@@ -40,6 +40,8 @@ def test_time_shares_keep_the_order_of_a_step_and_name_the_rest_other() -> None:
             "time/update_s": 1.0,
             "time/rollout_s": 0.5,
             "time/x_s": 0.1,
+            "time/driver_s": 0.6,  # of which phases hold all or most
+            "time/restart_s": 0.3,
             "time/wall_s": 9.0,
             "reward/mean": 9.0,
         }
