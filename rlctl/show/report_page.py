@@ -63,8 +63,8 @@ def note(text: str) -> str:
 
 
 def write_page(target: Path, text: str) -> OSError | None:
-    """Write a page atomically; return the error where the disk refuses."""
-    partial = target.parent / f"{target.name}.partial"
+    """Write a page atomically, beside others that write it too; return the error where the disk refuses."""
+    partial = target.parent / f"{target.name}.{os.getpid()}.partial"
     into = target if target.exists() and not target.is_file() else partial  # a device is written to, not replaced
     try:
         into.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair

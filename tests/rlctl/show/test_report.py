@@ -6,9 +6,11 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -156,7 +158,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
     fill(tmp_path, 3)
     page_of(tmp_path)
     before = (tmp_path / "report.html").read_text()
-    (tmp_path / "report.html.partial").mkdir()  # the write fails, as on a full disk
+    (tmp_path / f"report.html.{os.getpid()}.partial").mkdir()  # the write fails, as on a full disk
     assert write_report(tmp_path) is None
     assert (tmp_path / "report.html").read_text() == before
 
@@ -349,3 +351,18 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
     assert "actor.optimizer.lr" in source
     with pytest.raises(RunDirError, match="is not a run directory"):
         read_runs([tmp_path])
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from rlctl.show.report_page import write_page
+for _ in range(30):
+    assert write_page(Path(sys.argv[1]), 1_000_000 * "x") is None
+"""
+
+
+def test_a_run_and_a_person_may_write_its_page_at_the_same_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES, str(tmp_path / "page.html")]
+    assert [each.wait() for each in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
+    assert [(each.name, each.stat().st_size) for each in tmp_path.iterdir()] == [("page.html", 1_000_000)]
