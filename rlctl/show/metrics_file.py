@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,19 @@ def append_samples(path: Path, step: int, samples: Iterable[Mapping[str, Any]]) 
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return what can be read of `samples.jsonl`."""
-    return [sample for line in _lines(path)[0] if (sample := object_of(line)) is not None]
+    """Return what can be read of `samples.jsonl`. Raises RunDirError."""
+    return [*each_sample(path)]
+
+
+def each_sample(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the same, one by one: all completions of all evaluations may be more than memory holds."""
+    try:
+        with path.open("rb") as file:
+            yield from (sample for line in file if (sample := object_of(line)) is not None)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _lines(path: Path) -> tuple[list[bytes], bool]:
@@ -141,9 +152,12 @@ def _lines(path: Path) -> tuple[list[bytes], bool]:
     except FileNotFoundError:
         return [], False
     except OSError as error:
-        hint = "have it readable, or move it away"
-        raise RunDirError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
+        raise _unreadable(path, error) from None
     return complete, bool(tail)
+
+
+def _unreadable(path: Path, error: OSError) -> RunDirError:
+    return RunDirError(f"{path} cannot be read: {error.strerror}", hint="have it readable, or move it away")
 
 
 def _record(line: bytes) -> dict[str, Any]:

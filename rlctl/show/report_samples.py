@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlctl.show.charts import drawable
-from rlctl.show.metrics_file import read_samples
+from rlctl.show.metrics_file import each_sample
 from rlctl.show.report_page import note
 from rlctl.show.text_format import html, number
 from specs.errors import RunDirError
@@ -20,24 +21,23 @@ CHOICES = ("last", "first", "best", "worst", "random", "truncated", "not graded"
 
 def sample_sections(path: Path, title: str) -> str:
     """Return a section for the samples in a file, or one for each evaluation set that they name."""
+    sets: dict[str, tuple[list[dict[str, Any]], deque[dict[str, Any]]]] = {}
     try:
-        samples = read_samples(path)
+        for sample in each_sample(path):
+            first, last = sets.setdefault(f"{title} {sample.get('name', '')}".strip(), ([], deque(maxlen=LAST)))
+            (first if len(first) < FIRST else last).append(sample)
     except RunDirError as error:
         return note(error.message)
-    sets: dict[str, list[dict[str, Any]]] = {}
-    for sample in samples:
-        sets.setdefault(f"{title} {sample.get('name', '')}".strip(), []).append(sample)
-    return "".join(_section(heading, own) for heading, own in sets.items())
+    return "".join(_section(heading, [*first, *last]) for heading, (first, last) in sets.items())
 
 
 def _section(title: str, samples: Sequence[dict[str, Any]]) -> str:
-    shown = samples if len(samples) <= FIRST + LAST else [*samples[:FIRST], *samples[-LAST:]]
     inputs = "".join(
         f"<label><input type=radio name=shown value='{choice}'{' checked' * (choice == 'last')}>{choice}</label>"
         for choice in CHOICES
     )
     head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    table = f"<div class=wide><table><tr>{head}</tr>{''.join(map(_row, shown))}</table></div>"
+    table = f"<div class=wide><table><tr>{head}</tr>{''.join(map(_row, samples))}</table></div>"
     return f"<section><h2>{html(title)}</h2><form autocomplete=off>{inputs}{table}</form></section>"
 
 

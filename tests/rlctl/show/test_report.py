@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlctl.show.journal import Journal
 from rlctl.show.report import render, write_report
 from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
 from rlctl.show.report_page import SCRIPT
+from rlctl.show.report_samples import sample_sections
 from specs.errors import RunDirError
 
 VOID = {"meta", "br", "line", "circle", "input"}
@@ -366,3 +368,14 @@ def test_a_run_and_a_person_may_write_its_page_at_the_same_time(tmp_path: Path) 
     command = [sys.executable, "-c", WRITES, str(tmp_path / "page.html")]
     assert [each.wait() for each in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
     assert [(each.name, each.stat().st_size) for each in tmp_path.iterdir()] == [("page.html", 1_000_000)]
+
+
+def test_a_page_takes_no_more_memory_than_the_samples_on_it(tmp_path: Path) -> None:
+    line = json.dumps({"step": 1, "name": "held", "prompt": "p" * 2000, "completion": "c" * 2000, "reward": 1.0}) + "\n"
+    (tmp_path / "eval.jsonl").write_text(4000 * line)
+    tracemalloc.start()
+    page = sample_sections(tmp_path / "eval.jsonl", "Evaluation")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert page.count("<tr data-reward") == 128
+    assert most < 4_000_000
