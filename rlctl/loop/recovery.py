@@ -266,15 +266,16 @@ class SteadySync:
         """Make a verified sync to every replica, in the phase "sync". Replicas that have failed, also on the way, are
         restored for it, and late ones that have come join. Raise what `WeightSync.run` raises, and RoleFailure when the
         restarts are used up."""
+        if self.recovery.due:
+            with self.spent.measured():
+                self._restore_ranks(step)
         while True:
-            if self.recovery.due:
-                with self.spent.measured():
-                    self._restore_ranks(step)
             try:
                 return self.weights.run(step)
             except RanksFailed:
                 with self.spent.measured():
                     self.weights.break_off(step)
+                    self._restore_ranks(step)  # where none is to be restored, the roles: a probe has moved them
 
     def restore(self, step: int | None) -> None:
         """If replicas have failed, restore them all with the actor's weights, and every role where it was."""

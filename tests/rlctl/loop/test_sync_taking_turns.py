@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from syncing import ENGINES, build, do_not_copy, sync_of
 
+from rlctl.loop.recovery import SteadySync
+from rlctl.processes.calls import RanksFailed
 from specs.errors import SyncError
 from specs.wire.messages import Verb
 
@@ -90,6 +94,35 @@ def test_the_order_of_a_sync(turns):
     turns.log.clear()
     turns.sync.residency.enter("rollout")
     assert turns.log == [], "a sync ends where sampling begins"
+
+
+def test_after_a_probe_that_lost_a_replica_for_good_the_actor_has_the_device_again(turns):
+    """The run continues without it: nothing is to be restored before the next pass."""
+    rollout = turns.groups[1]
+    turns.groups[0].settle = rollout.settle = lambda: None
+    post = rollout.post
+
+    def loses_a_replica(verb, *given, **how):
+        if verb is Verb.PROBE:
+            rollout.here, rollout.post = [0], post
+            raise RanksFailed(SimpleNamespace(verb=verb, failed={1}))
+        return post(verb, *given, **how)
+
+    turns.sync.residency.enter("sync")
+    turns.log.clear()
+    rollout.post = loses_a_replica
+    recovery = SimpleNamespace(due=False, groups=None, ranks=None, restore=lambda *_: None)
+    assert SteadySync(turns.sync.residency, turns.sync, recovery).run().weights > 0
+    first, again = (at for at, (_, verb, *_) in enumerate(turns.log) if verb is Verb.EXPORT_BEGIN)
+    moves = (Verb.OFFLOAD, Verb.ONLOAD, Verb.SLEEP, Verb.WAKE)
+    assert [one for one in turns.log[first:again] if one[1] in moves] == [
+        ("actor", Verb.OFFLOAD),
+        ("rollout", Verb.WAKE, "kv_cache"),
+        ("rollout", Verb.SLEEP),
+        ("actor", Verb.ONLOAD),
+        ("rollout", Verb.WAKE, "weights"),
+    ]
+    rollout.here = [0, 1]  # to be closed
 
 
 def test_stale_after_sleep_and_wake(turns):
