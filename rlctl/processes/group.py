@@ -6,6 +6,7 @@ posted, as far as their ranks are free: none overtakes another on the same rank.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,11 @@ class Group:
             call.receive(rank, message)
             self.used_GiB = max(self.used_GiB, float(message.body.get("used_GiB", 0.0)))
             if message.busy is not None:
-                self._channel.busy.append(message.busy)
+                begin, end = message.busy
+                now = time.monotonic()
+                if not call.sent_before(begin) or end > now:  # by the clock of another host, which began elsewhere
+                    begin, end = now - (end - begin), now
+                self._channel.busy.append((begin, end))
             if call.done:
                 self.drop(call)
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,11 @@ from probe_groups import SUPPORT, probe_groups, role_plan, wait_until
 
 import rlctl.processes.failure_watch
 from rlctl.processes.calls import Call
+from rlctl.processes.group import Channel, Group
+from rlctl.processes.rank_states import RankStates
+from rlctl.processes.stall_watch import StallWatch
 from specs.errors import Interrupted, RoleFailure, SpecError
-from specs.wire.messages import COLUMNS, Columns, Message, Verb
+from specs.wire.messages import COLUMNS, Columns, Kind, Message, Verb
 from workers.watchdog import pids_marked
 
 BOUND_S = 60.0  # generous: the machine may be busy
@@ -83,6 +87,25 @@ def test_a_rank_serves_many_calls_at_once_and_others_alone(tmp_path: Path, monke
         assert begun == ["a", "b", "c"], "d waits for c, which is alone"
         assert [call.number for call in rollout.in_flight] == [calls[2].number]
         groups.close(polite=False)
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 1e9])
+def test_when_a_rank_of_another_host_was_busy_is_said_by_this_clock(begin_s: float) -> None:
+    """Each host's monotonic clock begins when it started."""
+    states, hub = RankStates(), SimpleNamespace(send=lambda *sent: None)
+    states.started("rollout", 1)
+    states.joined(("rollout", 0))
+    channel = Channel(hub, states, StallWatch(60.0), lambda: None, 60.0)  # type: ignore[arg-type]
+    group, started = Group("rollout", 1, channel), time.monotonic()
+    call = group.post(Verb.PING)
+    group.receive(0, Message(Kind.ANSWER, {}, Verb.PING, call.number, busy=(begin_s, begin_s + 0.25)))
+    ((begin, end),) = channel.busy
+    assert end - begin == pytest.approx(0.25)
+    assert started <= end <= time.monotonic()
+    call = group.post(Verb.PING)
+    own = time.monotonic(), time.monotonic()
+    group.receive(0, Message(Kind.ANSWER, {}, Verb.PING, call.number, busy=own))
+    assert channel.busy[1] == own, "where it is this clock, it stays as it was told"
 
 
 @pytest.mark.usefixtures("patient", "warm_children")
