@@ -157,13 +157,8 @@ class SweepTable:
         self.console = console or self.console
         ranked = self._ranked()
         rows = [
-            (
-                *(trial.values[key] for key in self.keys),
-                number(found.score),
-                of_steps(found.step, trial.steps),
-                trial.state,
-            )
-            for trial, found in ranked
+            (*map(trial.values.__getitem__, self.keys), number(end.score), of_steps(end.step, trial.steps), trial.state)
+            for trial, end in ranked
         ]
         self.say(columns((*self.keys, self.score_name, "step", "state"), rows))
         if SEED in self.keys and len(self.keys) > 1 and (text := self._over_seeds(ranked)):
