@@ -63,7 +63,7 @@ class RowsRecipe(Driver):
         self.reference: Reference | None = None
         if spec.objective.needs_ref:
             self.reference = PrecomputedReference(ref_logprobs) if spec.precomputes_ref else Reference()
-        self.position = 0  # rows that were learned from
+        self.position = self.drawn = 0  # rows that were learned from, and with those of a step that is not over
         self.epoch = 0.0
         self.drawing: Call | None = None  # of the next step's rows
         self.held_out: Batch | None = None
@@ -82,6 +82,7 @@ class RowsRecipe(Driver):
             rows = self.draw(step)
             batch = self.with_kl(self.with_reference(rows, step), step)
             updates: Updates = {role: [ranks] for role, ranks in self.learn(batch, step).items()}
+        self.position = self.drawn
         self.window.close()
         return StepRecord(self.collect(step, batch, updates), [])
 
@@ -89,8 +90,8 @@ class RowsRecipe(Driver):
         """Return the step's rows, and have those of the next one drawn."""
         answer = (self.drawing or self._ask(self.position, step)).result()[0]
         drawn = bodies.RowsDrawn.of(answer)
-        self.position, self.epoch = drawn.position, drawn.epoch
-        self.drawing = self._ask(self.position, step + 1) if step < self.spec.run.steps else None
+        self.drawn, self.epoch = drawn.position, drawn.epoch
+        self.drawing = self._ask(self.drawn, step + 1) if step < self.spec.run.steps else None
         return answer.batch
 
     def _ask(self, position: int, step: int) -> Call:

@@ -13,7 +13,7 @@ import pytest
 from local_run import local_run
 
 from rlctl.recipes.reference import unlike_rows
-from specs.errors import DataError, NotFiniteError
+from specs.errors import DataError, Interrupted, NotFiniteError
 from specs.wire.batch import Batch
 
 pytestmark = pytest.mark.slow
@@ -76,6 +76,20 @@ def test_a_run_learns_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
         assert run.done == 2
         assert parted + [numbers(record.metrics) for record in run.steps(4)] == whole
         assert numbers(run.driver.evaluate(4).metrics) == after
+
+
+def test_the_rows_of_a_step_that_was_broken_off_are_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_off(batch: Batch, step: int) -> None:
+        raise Interrupted("interrupted (SIGINT)")
+
+    with local_run(spec_of(tmp_path, "nll"), tmp_path / "run") as run:
+        assert len([*run.steps(2)]) == 2
+        monkeypatch.setattr(run.driver, "learn", broken_off)
+        with pytest.raises(Interrupted):
+            run.driver.step(3)
+        assert run.driver.save(tmp_path) == {"position": 2 * 6}, "what the last finished step learned from"
 
 
 def test_every_kind_of_reference_gives_the_same_losses(tmp_path: Path) -> None:
