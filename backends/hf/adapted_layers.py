@@ -35,7 +35,8 @@ def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ModelError(
                 f'lora.targets: {type(model).__name__} has no linear layer "{target}" below its head'
-                + (" and beside its experts" if mixture else ""),
+                + (" and beside its experts" if mixture else "")
+                + " that takes adapters",
                 hint=f"it has: {known}",
             )
         chosen.update(fitting)

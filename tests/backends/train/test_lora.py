@@ -12,6 +12,7 @@ import torch
 from families import FAMILIES
 from running import warm_torchrun
 from sharded_worker import CASES
+from stock_model import write_family
 from train_helpers import (
     GPT2,
     QWEN2,
@@ -32,7 +33,7 @@ from backends.hf.adapter_names import is_adapter, layer_of, peft_name
 from backends.hf.hf_model import build_model
 from backends.train.engine import HfTrainEngine
 from backends.train.tensor_shards import ShardReader
-from rlctl.models.model_tensors import tensors_of_config
+from rlctl.models.model_tensors import tensors_of_config, tensors_on_disk
 from specs.errors import CheckpointError, ModelError
 from specs.schema.role_section import Lora, Optimizer
 
@@ -93,10 +94,26 @@ def test_experts_and_dense_layers_beside_them_get_none(tmp_path: Path) -> None:
         engine_of(folder, Lora(targets=("up_proj",)))
 
 
+@pytest.mark.parametrize("name", ["falcon_h1"])
+def test_layers_that_take_no_adapter_are_the_same_to_plan_and_engine(tmp_path: Path, name: str) -> None:
+    """Of a family whose layers the plan reads from its files; those that are asked for by name are refused."""
+    folder = write_family(tmp_path / "model", name)
+    known = tensors_on_disk(folder, tied=False)
+    assert known is not None
+    adapted = {f"{layer_of(name)}.weight" for name in adapters_of(engine_of(folder))}
+    assert adapted == {parameter.name for parameter in known.adaptable}
+    with pytest.raises(ModelError, match='no linear layer "out_proj" below its head that takes adapters'):
+        engine_of(folder, Lora(targets=("out_proj",)))
+
+
 # ── on, off and merged ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("config", [QWEN2, GPT2, MIXTURE], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config",
+    [QWEN2, GPT2, MIXTURE, *(FAMILIES[name].config for name in ("falcon_h1", "nemotron_h"))],
+    ids=lambda config: config["model_type"],
+)
 def test_merged_weights_are_the_adapted_model(tmp_path: Path, config: dict[str, Any]) -> None:
     """A plain model with the exported weights gives the log-probs of the model with adapters; without them, its own
     start's. GPT-2's layers are stored transposed; a mixture has adapters in its attention alone."""
