@@ -46,10 +46,11 @@ def language_model_names(names: Collection[str]) -> dict[str, str]:
 def takes_adapters(layer: str, *, mixture: bool) -> bool:
     """Whether LoRA may stand beside a linear layer. Not beside the last one of a Mamba layer: its kernels read the
     weight past an adapter, and peft refuses. In a mixture of experts not in its MLPs: the experts are no linear layers,
-    and peft takes the names of its dense layers for theirs. `mixture`: `is_mixture` of the model."""
+    a router may return more than a tensor, and peft takes the names of its dense layers for theirs. `mixture`:
+    `is_mixture` of the model."""
     if f".{layer.removesuffix('.weight')}".endswith((".mamba.out_proj", ".mixer.out_proj")):
         return False
-    return not mixture or not (".mlp." in layer or ".experts." in layer)
+    return not mixture or not any(part in layer for part in (".mlp.", ".feed_forward.", ".experts."))
 
 
 def is_mixture(parameters: Iterable[str]) -> bool:
