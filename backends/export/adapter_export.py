@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from backends.export.hf_folder import file_dtype
 from backends.hf.adapter_names import down_of, peft_name, up_of
-from backends.train.hf_weights import aliases_of, stream_into
+from backends.train.hf_weights import aliases_of, filler_of
 from backends.train.lora import CONFIG_FILE, add_adapter, read_config
 from backends.train.tensor_shards import Shard, ShardReader
 from backends.weights.tensor_bytes import named_weights
@@ -39,6 +40,7 @@ def merged_weights(
     reader, config = ShardReader(checkpoint, "model"), read_config(checkpoint)
     aliases = {name: each for name, each in aliases_of(model).items() if name not in reader.shapes}  # what is not there
     scale, base = config["lora_alpha"] / config["r"], _base_config(model_path, trust_remote_code)
+    from_base = cache(lambda: filler_of(base, aliases))
     transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
     def lazy(name: str, own: Tensor) -> LazyTensor:
@@ -50,7 +52,7 @@ def merged_weights(
 
         def load() -> Tensor:
             weight = torch.empty(shape, dtype=torch.float32 if own.dtype.is_floating_point else own.dtype)
-            stream_into(base, aliases, [Shard(name, shape, 0, weight.view(-1))])
+            from_base()(Shard(name, shape, 0, weight.view(-1)))
             if adapted:
                 down, up = reader.tensor(down_of(layer)), reader.tensor(up_of(layer))
                 add_adapter(weight.T if layer in transposed else weight, down, up, scale)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,24 @@ def aliases_of(model: PreTrainedModel) -> dict[str, list[str]]:
 def stream_into(
     config: ModelConfig, aliases: Mapping[str, Sequence[str]], shards: Iterable[Shard], head: Collection[str] = ()
 ) -> None:
-    """Fill the shards' memory, cast to its dtype, with the weights that `build_model` would give the model.
+    """Fill the shards, as `filler_of` does. Each rank may call this with other shards, or none."""
+    fill = filler_of(config, aliases, head)
+    for shard in shards:
+        fill(shard)
+
+
+def filler_of(
+    config: ModelConfig, aliases: Mapping[str, Sequence[str]], head: Collection[str] = ()
+) -> Callable[[Shard], None]:
+    """Return what fills a shard's memory, cast to its dtype, with the weights that `build_model` would give the model.
+    It may hold the whole model.
 
     `aliases`: `aliases_of` the model. `head`: names of a score layer, which the files may lack where it is to give
-    values: it starts from zeros. Each rank may call this with other shards, or none. Raises ModelError naming weights
-    that are missing, of another shape, or tied in `config.json` but different on disk.
+    values: it starts from zeros. Raises ModelError naming weights that are missing, of another shape, or tied in
+    `config.json` but different on disk.
     """
     if config.from_scratch:
-        return _from_whole_model(config, shards)
+        return _from_whole_model(config)
     files = ModelFiles.find(config)
     if files is not None:
         files.join_experts(name for each in aliases.values() for name in each)
@@ -64,24 +74,30 @@ def stream_into(
     if files is None or files.are_named_otherwise(given):
         why = "its weight names are not the model's" if files else "it has no safetensors"
         print(f"{config.path}: {why}, so the whole model is loaded on the host first", file=sys.stderr, flush=True)
-        return _from_whole_model(config, shards)
+        return _from_whole_model(config)
     files.check_names(given)
     if new and config.head == "reward" and not config.learns:
         raise no_score_layer(config.path)
-    for shard in shards:
+
+    def fill(shard: Shard) -> None:
         if shard.name in new:
             shard.flat.zero_()
         else:
             files.fill(shard, [name for name in aliases[shard.name] if name in files.names])
 
+    return fill
 
-def _from_whole_model(config: ModelConfig, shards: Iterable[Shard]) -> None:
+
+def _from_whole_model(config: ModelConfig) -> Callable[[Shard], None]:
     """Drawn or read on the host in fp32, as exact as there is; the attention does not matter to weights."""
     on_host = config.model_copy(update={"device": "cpu", "dtype": "fp32", "attn_implementation": "eager"})
     weights = named_weights(build_model(on_host, load_weights=True))
-    for shard in shards:
+
+    def fill(shard: Shard) -> None:
         flat = weights[shard.name].detach().reshape(-1)
         shard.flat.copy_(flat[shard.start : shard.start + shard.flat.numel()])
+
+    return fill
 
 
 class ModelFiles:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES
+from stock_model import PROMPTS, write_family
+from train_helpers import build_engine, learn, train_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.export.model_export import Source, as_published, prove, trained_weights, write_model
@@ -18,6 +20,7 @@ from backends.train.tensor_shards import Shard, write_shards
 from backends.weights.tensor_files import LazyTensor, TensorFile, write_file
 from rlctl.models.paths import BUILTIN_FOLDER
 from specs.errors import ExportError
+from specs.schema.role_section import Lora
 
 MANY = 2**40  # bytes of memory: everything fits
 QWEN2 = {
@@ -214,3 +217,19 @@ def _noting(weight, loaded: list[str]):
         return weight.load()
 
     return dataclasses.replace(weight, load=load)
+
+
+def test_a_base_model_under_other_names_is_loaded_once_for_writing_and_once_for_comparing(tmp_path, capfd):
+    """And not for each weight that adapters are merged into."""
+    folder = write_family(tmp_path / "model", "mixtral")
+    engine = build_engine(train_config(folder, lora=Lora(rank=4), model={"from_scratch": False}))
+    learn(engine, 1)
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    engine.save(checkpoint)
+    answers = [dataclasses.asdict(answer) for answer in engine.greedy(PROMPTS, 4)]
+    (checkpoint / "greedy_proof.json").write_text(json.dumps({"prompts": PROMPTS, "answers": answers}))
+    capfd.readouterr()
+    _, proof = export(checkpoint)
+    assert proof.greedy_tokens > 0
+    assert capfd.readouterr().err.count("the whole model is loaded on the host first") == 2
