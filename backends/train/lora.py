@@ -24,7 +24,7 @@ from backends.hf.adapted_layers import chosen_layers
 from backends.hf.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of, wire_name
 from backends.hf.score_layer import has_score_layer, score_names
 from backends.train.tensor_shards import Shard
-from specs.errors import CheckpointError
+from specs.errors import CheckpointError, ModelError
 from specs.schema.role_section import Lora
 from specs.schema.spec import WeightForm
 
@@ -57,7 +57,10 @@ class Adapters:
             task_type="SEQ_CLS" if has_score_layer(model) else "CAUSAL_LM",
         )
         self.whole = frozenset(score_names(model))
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        try:
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise ModelError(f"lora.targets: {error}", hint="name other layers, such as attention's") from None
         for name in self.whole:
             model.get_parameter(name).requires_grad_(True)
         self.layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

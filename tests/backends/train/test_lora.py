@@ -82,6 +82,14 @@ def test_unknown_targets_are_named_with_what_there_is(qwen2: Path) -> None:
         engine_of(qwen2, Lora(targets=("embed_tokens",)))
 
 
+def test_what_peft_refuses_is_refused_with_its_key(tmp_path: Path) -> None:
+    """Here a gate of attention, whose name peft takes for the experts'."""
+    folder = write_model(tmp_path, {**MIXTURE, "model_type": "afmoe", "head_dim": 8, "num_dense_layers": 1})
+    with pytest.raises(ModelError, match=r"lora\.targets: .*gate_proj"):
+        engine_of(folder)
+    engine_of(folder, ATTENTION)
+
+
 def test_experts_and_dense_layers_beside_them_get_none(tmp_path: Path) -> None:
     """What the plan, check-config and the engine take for adaptable is the same."""
     folder = write_model(tmp_path, MIXTURE)
