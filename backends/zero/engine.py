@@ -61,6 +61,7 @@ class ZeroTrainEngine(HfTrainEngine):
             if layers := state_layers(model):
                 # Ranks may run them in unequal numbers of batches: their parameters are gathered once for all of these.
                 deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+                model.enable_input_require_grads()  # or hooks miss the first layer over frozen embeddings
         self.policy = Policy(model, config)
         self.adamw: torch.optim.AdamW | None = None
         if config.optimizer is not None:

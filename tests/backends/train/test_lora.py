@@ -297,3 +297,14 @@ def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
         assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
         assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
         assert largest_gap(found, weights_of(critic)) < 2e-5, case
+
+
+@pytest.mark.skipif("zero3" not in CASES, reason="needs deepspeed")
+def test_layers_with_a_state_learn_by_adapters_on_shards(tmp_path: Path) -> None:
+    """Also the first one, below which nothing learns."""
+    folder = write_model(tmp_path / "model", FAMILIES["lfm2"].config)
+    warm_torchrun(2, "lora_worker.py", folder, tmp_path, "zero3")
+    alone = engine_of(folder)
+    with np.load(tmp_path / "zero3.npz") as file:
+        assert file["norms"] == pytest.approx(learn(alone)[1::2], rel=2e-5)
+        assert largest_gap({name: file[name] for name in weights_of(alone)}, weights_of(alone)) < 2e-5
