@@ -55,3 +55,12 @@ def test_a_model_that_was_saved_without_its_head_is_no_causal_model(tmp_path: Pa
     assert "no score.weight" in str([*weight_problems(tmp_path, LLAMA, "reward")]), "a reward model's is not"
     write_weights(tmp_path / "model.safetensors", {**shapes, "score.weight": (3, 32)})
     assert "num_labels 1" in str([*weight_problems(tmp_path, LLAMA, "reward")])
+
+
+def test_experts_are_counted_as_ernie_names_them(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 4}
+    last = f"model.layers.{LLAMA['num_hidden_layers'] - 1}.mlp.experts"
+    write_weights(tmp_path / "model.safetensors", {f"{last}.{number}.up_proj.weight": (4, 4) for number in range(4)})
+    assert [*weight_problems(tmp_path, config, "lm")] == []
+    ((message, _),) = weight_problems(tmp_path, {**config, "moe_num_experts": 8}, "lm")
+    assert "4 experts, and config.json says 8" in message
