@@ -71,7 +71,7 @@ def _read_model(
         raise SpecError([Problem(key, f"config.json {error}", hint, show(path))]) from None
     facts, tensors = model_facts(config), tensors_of_config(config)
     if tensors is None:
-        tensors = tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
+        tensors = tensors_on_disk(folder, config)
     return config, facts, tensors
 
 

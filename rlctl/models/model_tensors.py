@@ -136,16 +136,25 @@ def _experts(facts: ModelFacts, config: Mapping[str, Any]) -> Iterator[tuple[str
 # ── from the files ────────────────────────────────────────────────────────────────────────────────
 
 
-def tensors_on_disk(folder: Path, *, tied: bool) -> ModelTensors | None:
-    """Return what the headers of the folder's weight files hold; None where there is none, or one cannot be read.
-    `tied`: a head that is stored all the same is not counted, for it is the embedding."""
+def built_shapes(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the language model's stored shapes by its own names, without layers that draft tokens (multi-token
+    prediction): these come after its own, or under `mtp`, and transformers does not build them."""
+    layers, drafting = int(config.get("num_hidden_layers") or 0), int(config.get("num_nextn_predict_layers") or 0)
+    numbers = "|".join(map(str, range(layers, layers + drafting)))
+    left_out = re.compile(rf"^(?:model\.)?(?:mtp|layers\.(?:{numbers}))\.")
+    return {own: shapes[name] for name, own in language_model_names(shapes).items() if not left_out.match(own)}
+
+
+def tensors_on_disk(folder: Path, config: Mapping[str, Any]) -> ModelTensors | None:
+    """Return what the headers of the folder's weight files hold; None where there is none, or one cannot be read. A
+    tied head that is stored all the same is not counted, for it is the embedding."""
     try:
         headers = [read_header(file) for file in sorted(folder.glob("model*.safetensors"))]
     except (OSError, ValueError):
         return None
     shapes = {name: entry.shape for header in headers for name, entry in header.entries.items()}
-    shapes = {own: shapes[name] for name, own in language_model_names(shapes).items()}
-    if tied:
+    shapes = built_shapes(shapes, config)
+    if (facts := model_facts(config)) is not None and facts.tied_embeddings:
         shapes.pop("lm_head.weight", None)
     parameters = tuple(_stored(name, shape) for name, shape in shapes.items())
     return ModelTensors(parameters, "headers of the weight files") if parameters else None

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.model_tensors import tensors_of_config
+from rlctl.models.model_tensors import built_shapes, tensors_of_config
 from specs.json_file import read_object
 from specs.model_facts import model_facts
-from specs.model_shapes import LM_HEADS, SCORE_LAYER, Shape, language_model_names
+from specs.model_shapes import LM_HEADS, SCORE_LAYER, Shape
 from specs.safetensors_header import read_header
 from specs.schema.roles import HEADS_OF_FILES, HeadKind
 
@@ -80,7 +80,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind) -> 
 def _differences(shapes: Mapping[str, Shape], config: Mapping[str, Any], head: HeadKind) -> Iterator[Wrong]:
     """Yield the first difference between the weights and the model of `config.json`."""
     facts, known = model_facts(config), tensors_of_config(config)
-    shapes = {own: shapes[name] for name, own in language_model_names(shapes).items()}
+    shapes = built_shapes(shapes, config)
     for what, pattern in _NUMBERED.items() if facts else ():
         has = 1 + max((int(found[1]) for name in shapes if (found := pattern.search(name))), default=-1)
         if has and has != getattr(facts, what):

@@ -94,12 +94,12 @@ def test_below_a_score_layer_too(name: str) -> None:
 def test_a_family_that_is_not_known_is_read_from_its_files(tmp_path: Path) -> None:
     config = shape("stablelm", *SMALL, tie_word_embeddings=True)
     assert tensors_of_config(config) is None
-    assert tensors_on_disk(tmp_path, tied=True) is None
+    assert tensors_on_disk(tmp_path, config) is None
     values = {key: value for key, value in config.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **values))
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    known = tensors_on_disk(tmp_path, tied=True)
+    known = tensors_on_disk(tmp_path, config)
     assert known is not None
     assert known.elements == sum(p.numel() for p in model.parameters())
     assert {p.layer for p in known.parameters} == {None, 0, 1, 2}

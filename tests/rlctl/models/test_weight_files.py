@@ -8,7 +8,7 @@ from typing import Any
 from corpus import write_weights
 from families import FAMILIES
 
-from rlctl.models.model_tensors import tensors_of_config
+from rlctl.models.model_tensors import tensors_of_config, tensors_on_disk
 from rlctl.models.weight_files import weight_problems
 from specs.model_shapes import Shape
 
@@ -64,3 +64,18 @@ def test_experts_are_counted_as_ernie_names_them(tmp_path: Path) -> None:
     assert [*weight_problems(tmp_path, config, "lm")] == []
     ((message, _),) = weight_problems(tmp_path, {**config, "moe_num_experts": 8}, "lm")
     assert "4 experts, and config.json says 8" in message
+
+
+def test_layers_that_draft_tokens_are_neither_refused_nor_planned(tmp_path: Path) -> None:
+    """GLM 4.5 and DeepSeek V3 store one behind their own, Qwen3-Next below `mtp`; transformers builds none."""
+    config = {**LLAMA, "model_type": "glm4_moe", "num_nextn_predict_layers": 1}
+    layers = LLAMA["num_hidden_layers"]
+    own = {f"model.layers.{number}.mlp.up_proj.weight": (64, 32) for number in range(layers)}
+    drafting = {f"model.layers.{layers}.eh_proj.weight": (32, 64), f"mtp.layers.{layers}.mlp.up_proj.weight": (64, 32)}
+    write_weights(tmp_path / "model.safetensors", own | drafting)
+    assert [*weight_problems(tmp_path, config, "lm")] == []
+    planned = tensors_on_disk(tmp_path, config)
+    assert planned is not None
+    assert {one.name for one in planned.parameters} == own.keys()
+    write_weights(tmp_path / "model.safetensors", own | {f"model.layers.{layers + 1}.mlp.up_proj.weight": (64, 32)})
+    assert f"{layers + 2} layers, and config.json says {layers}" in str([*weight_problems(tmp_path, config, "lm")])
