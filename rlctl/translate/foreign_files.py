@@ -136,10 +136,13 @@ def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any],
             case ast.Call(func=function) if ast.unparse(function).rpartition(".")[2] == "load_dataset":
                 named = {key.arg: _value(key.value, known) for key in inner.keywords}
                 placed = [_value(one, known) for one in inner.args]
+                split = split or named.get("split", "train")
                 if "data_files" in named:
-                    return named["data_files"], None, None
+                    files = named["data_files"]  # of each split, or of the only one
+                    one = files.get(str(split).partition("[")[0], Code(files)) if isinstance(files, dict) else files
+                    return one, None, None
                 name, config = [*placed, named.get("path"), named.get("name")][:2] if len(placed) < 2 else placed[:2]
-                return name, config, split or named.get("split", "train")
+                return name, config, split
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=part)) if name in assigned:
                 pass
             case ast.Name(id=name) if name in assigned:
