@@ -143,6 +143,10 @@ def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any],
                     return one, None, None
                 name, config = [*placed, named.get("path"), named.get("name")][:2] if len(placed) < 2 else placed[:2]
                 return name, config, split
+            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=str() as part)):
+                if found := _loaded(call, assigned, known, part):
+                    return found
+                continue
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=part)) if name in assigned:
                 pass
             case ast.Name(id=name) if name in assigned:

@@ -268,6 +268,10 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         + 'both = load_dataset("org/both")',
         {"data.train": "org/both", "eval.data": "org/both", "eval.split": "validation"},
     ),
+    "split_of_a_call.py": (
+        TRL_SETS.replace('"json", data_files="test.jsonl", split="train")', '"org/sums", "easy")["test"]'),
+        {"data.train": "org/sums:easy", "eval.data": "org/sums:easy", "eval.split": "test"},
+    ),
     "files.py": (
         TRL_SETS.replace('"org/sums", "easy"', '"json", data_files={"train": "rows.jsonl", "test": "test.jsonl"}'),
         {"data.train": "rows.jsonl", "eval.data": "test.jsonl"},
