@@ -87,14 +87,11 @@ class ModelCheck:
         elif folder.exists():
             self._wrong(f"a file, not a model folder ({folder})", "name the folder that it is in")
         else:
-            if self._export is not None:
-                hint = "put that run back, or name another run or step"
-                what = f"export, nor its run ({self._export})"
-                self.problems.append(not_found(self.key, what, folder, self.path, hint))
-                return
             address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
-            hint = f'write "{address[1]}"' if address else ""
-            self.problems.append(not_found(self.key, "model folder", folder, self.path, hint))
+            what, hint = "model folder", f'write "{address[1]}"' if address else ""
+            if self._export is not None:
+                what, hint = f"export, nor its run ({self._export})", "put that run back, or name another run or step"
+            self.problems.append(not_found(self.key, what, folder, self.path, hint))
 
     # ── what is in it ─────────────────────────────────────────────────────────────────────────────
 
@@ -126,9 +123,7 @@ class ModelCheck:
             self._check_weights(folder, names)
 
     def _heads_fit(self) -> bool:
-        hidden, heads, kv_heads = (
-            self.config.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        )
+        hidden, heads, kv_heads = map(self.config.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
         before = len(self.problems)
         if isinstance(heads, int) and heads > 0:
             if isinstance(hidden, int) and hidden % heads and not self.config.get("head_dim"):
@@ -165,19 +160,14 @@ class ModelCheck:
         if self.config.get("is_encoder_decoder"):
             return f"{kind} is an encoder-decoder model; rlctl trains decoder-only models", _CAUSAL
         if isinstance(layers, list) and (unknown := sorted({*map(str, layers)} - LAYER_KINDS)):
-            return (
-                f"{kind} has layers of type {', '.join(unknown)}; rlctl does not compute these on packed rows",
-                _CAUSAL,
-            )
+            of_type = f"{kind} has layers of type {', '.join(unknown)}"
+            return f"{of_type}; rlctl does not compute these on packed rows", _CAUSAL
         if not self._from_scratch and self._head == "lm" and _OTHER_HEADS.search(architecture):
             return f"holds a {architecture}, which has no language modeling head", _CAUSAL
         if how and not self._from_scratch:
             method = how.get("quant_method", "") if isinstance(how, dict) else ""
-            why = (
-                "they can be neither trained nor synced"
-                if self._learns
-                else "its log-probs would not be the model's own"
-            )
+            learns = "they can be neither trained nor synced"
+            why = learns if self._learns else "its log-probs would not be the model's own"
             hint = "name the model that it was made from, in bf16 or fp32"
             return f"its weights are quantized ({method or 'quantization_config'}): {why}", hint
         return None
