@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -122,12 +122,8 @@ def _read(api: HfApi, hub_id: str) -> HubModel | Unavailable:
     names.remove("config.json")
     _made.append(made := tempfile.TemporaryDirectory(prefix="rlctl-hub-"))
     disable_progress_bars()
-
-    def download(name: str) -> str:
-        return api.hf_hub_download(
-            hub_id, name, revision=info.sha, local_dir=f"{made.name}/model", etag_timeout=TIMEOUT_S
-        )
-
+    to = f"{made.name}/model"
+    download = partial(api.hf_hub_download, hub_id, revision=info.sha, local_dir=to, etag_timeout=TIMEOUT_S)
     config = Path(download("config.json"))  # of a gated model it fails
     with ThreadPoolExecutor(len(names) or 1) as pool:
         list(pool.map(download, names))

@@ -92,9 +92,8 @@ def look_at(python: str) -> Interpreter:
     answer = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), "")
     if done.returncode != 0 or not answer:
         last = next(reversed((done.stderr or done.stdout).strip().splitlines()), "")
-        return Interpreter(
-            failure=f"it ended with code {done.returncode}" + (f": {last}" if last else " without output")
-        )
+        why = f": {last}" if last else " without output"
+        return Interpreter(failure=f"it ended with code {done.returncode}{why}")
     try:
         return Interpreter(**json.loads(answer.removeprefix(_MARK)))
     except (ValueError, TypeError):

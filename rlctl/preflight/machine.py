@@ -58,11 +58,8 @@ def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> Iterator[Problem]:
         if weights_dir.is_absolute():
             named["rollout.engine.weights_dir"] = weights_dir
     hints = dict.fromkeys(named, "name another folder")
-    models = {
-        "model.path": spec.model.path,
-        **{f"{role}.model": getattr(own, "model", "") for role, own in spec.sections()},
-    }
-    for key, path in models.items():
+    models = [(f"{role}.model", getattr(own, "model", "")) for role, own in spec.sections()]
+    for key, path in [("model.path", spec.model.path), *models]:
         exported = RunExport.of(os.path.abspath(spec_dir / Path(path).expanduser()))
         if exported is not None and not exported.folder.is_dir():
             named[key], hints[key] = exported.folder.parent, exported.way_out
