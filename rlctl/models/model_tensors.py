@@ -139,9 +139,9 @@ def _experts(facts: ModelFacts, config: Mapping[str, Any]) -> Iterator[tuple[str
 def built_shapes(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the language model's stored shapes by its own names, without layers that draft tokens (multi-token
     prediction): these come after its own, or under `mtp`, and transformers does not build them."""
-    layers, drafting = int(config.get("num_hidden_layers") or 0), int(config.get("num_nextn_predict_layers") or 0)
-    numbers = "|".join(map(str, range(layers, layers + drafting)))
-    left_out = re.compile(rf"^(?:model\.)?(?:mtp|layers\.(?:{numbers}))\.")
+    facts, drafting = model_facts(config), config.get("num_nextn_predict_layers")
+    numbers = range(facts.layers, facts.layers + drafting) if facts and isinstance(drafting, int) else ()
+    left_out = re.compile(rf"^(?:model\.)?(?:mtp|layers\.(?:{'|'.join(map(str, numbers))}))\.")
     return {own: shapes[name] for name, own in language_model_names(shapes).items() if not left_out.match(own)}
 
 

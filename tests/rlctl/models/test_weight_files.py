@@ -77,5 +77,6 @@ def test_layers_that_draft_tokens_are_neither_refused_nor_planned(tmp_path: Path
     planned = tensors_on_disk(tmp_path, config)
     assert planned is not None
     assert {one.name for one in planned.parameters} == own.keys()
+    assert tensors_on_disk(tmp_path, {"num_hidden_layers": "two"}) is not None, "which the model check reports"
     write_weights(tmp_path / "model.safetensors", own | {f"model.layers.{layers + 1}.mlp.up_proj.weight": (64, 32)})
     assert f"{layers + 2} layers, and config.json says {layers}" in str([*weight_problems(tmp_path, config, "lm")])
