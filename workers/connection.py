@@ -88,7 +88,13 @@ class Link:
         who = {"role": dial.role, "rank": dial.rank, "start": dial.start}
         greeting = Message(Kind.HELLO, {**who, "pid": os.getpid(), "host": socket.gethostname()})
         dealer.send_multipart(greeting.frames())
-        welcome = self._expect(Kind.WELCOME, timeout_s)
+        if not dealer.poll(int(timeout_s * 1000)):
+            raise ChannelError(f"the driver at {dial.address} did not send {Kind.WELCOME} in {timeout_s:g} s")
+        welcome = parse([*dealer.recv_multipart()])
+        if welcome.kind is Kind.ERROR:
+            raise ChannelError(f"the driver refused this rank: {welcome.body.get('message', '')}")
+        if welcome.kind is not Kind.WELCOME:
+            raise ChannelError(f"expected {Kind.WELCOME}, received {welcome.kind}")
         self._beat_s, self._silence_s = float(welcome.body["beat_s"]), float(welcome.body["silence_s"])
         self._heard = self._polled = self._next_beat = time.monotonic()
         threading.Thread(target=self._stay_alive, name="channel", daemon=True).start()
@@ -139,16 +145,6 @@ class Link:
             self._awake.close()
             self._wakes.close()
 
-    def _expect(self, kind: Kind, timeout_s: float) -> Message:
-        if not self._dealer.poll(int(timeout_s * 1000)):
-            raise ChannelError(f"the driver at {self._dial.address} did not send {kind} in {timeout_s:g} s")
-        message = parse([*self._dealer.recv_multipart()])
-        if message.kind is Kind.ERROR:
-            raise ChannelError(f"the driver refused this rank: {message.body.get('message', '')}")
-        if message.kind is not kind:
-            raise ChannelError(f"expected {kind}, received {message.kind}")
-        return message
-
     def _stay_alive(self) -> None:
         while not self._closing.wait(self._beat_s / 2):
             # If the lock is taken, `receive` holds it and pumps by itself.
@@ -159,10 +155,10 @@ class Link:
                 finally:
                     self._lock.release()
 
-    def _handle(self, message: Message | ChannelError) -> None:
-        if isinstance(message, Message) and message.kind is Kind.DUMP:
+    def _handle(self, message: Message) -> None:
+        if message.kind is Kind.DUMP:
             self._dealer.send_multipart(_dump().frames())
-        elif isinstance(message, Message) and message.kind is Kind.PEER_LOST:
+        elif message.kind is Kind.PEER_LOST:
             lost_peers.tell(message.call)
         else:
             self._inbox.append(message)
@@ -185,7 +181,10 @@ class Link:
             self._heard = now
             for frames in receive(self._dealer, self._beat_s):
                 if frames != BEAT_FRAMES:
-                    self._handle(_parse(frames))
+                    try:
+                        self._handle(parse(frames))
+                    except ChannelError as error:
+                        self._inbox.append(error)
         if now >= self._next_beat:
             self._dealer.send_multipart(_beat())
             self._next_beat = now + self._beat_s
@@ -211,13 +210,6 @@ def _dump() -> Message:
         print(f"the flight recorder cannot be read: {error}", file=sys.stderr, flush=True)
         recorded = None
     return Message(Kind.DUMPED, {"file": str(recorded or "")})
-
-
-def _parse(frames: list[Buffer]) -> Message | ChannelError:
-    try:
-        return parse(frames)
-    except ChannelError as error:
-        return error
 
 
 def receive(peer: zmq.Socket[bytes], limit_s: float) -> list[list[Buffer]]:
