@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 EXIT_ORPHANED = 75
@@ -50,7 +50,8 @@ def pids_marked(variable: str) -> list[int]:
     One that is in the middle of `exec` has none for a moment, and is not seen.
     """
     mark = variable.encode()
-    return [pid for pid in _all_pids() if mark in _environ_of(pid).split(b"\0")]
+    pids = (int(name) for name in glob("[0-9]*", root_dir="/proc"))
+    return [pid for pid in pids if pid != os.getpid() and mark in _environ_of(pid).split(b"\0")]
 
 
 def kill_marked(variable: str, timeout_s: float) -> list[int]:
@@ -70,7 +71,7 @@ def kill_marked(variable: str, timeout_s: float) -> list[int]:
         looks_left = _LOOKS if left else looks_left - 1
         if not looks_left or (left and time.monotonic() > deadline):
             return left
-        others = [pid for pid in marked if not _cleans_up(pid)]
+        others = [pid for pid in marked if b"multiprocessing.resource_tracker" not in _of_process(pid, "cmdline")]
         for pid in marked if time.monotonic() > cleaned else others:
             _kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -78,31 +79,18 @@ def kill_marked(variable: str, timeout_s: float) -> list[int]:
 
 def _running_since(pid: int) -> str:
     """Return when a process started, which tells it from a later one of its number; empty when it has ended."""
-    try:
-        state, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
+    state, *more = _of_process(pid, "stat").rpartition(b")")[2].decode().split() or ("X",)
     return "" if state in "ZX" else more[18]
 
 
-def _cleans_up(pid: int) -> bool:
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def _all_pids() -> Iterable[int]:
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return []
-    return [int(name) for name in names if name.isdecimal() and int(name) != os.getpid()]
-
-
 def _environ_of(pid: int) -> bytes:
+    return _of_process(pid, "environ")  # empty for a zombie
+
+
+def _of_process(pid: int, name: str) -> bytes:
+    """Return what a file of /proc says of a process; empty when that has ended."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
 
