@@ -132,7 +132,8 @@ def make_plan(
     usable = cores or usable_cores()
     several = any(spec.role(name).leaves_host for name in spec.roles)
     beyond = (address or UNKNOWN_ADDRESS) if several else ""
-    at_once = 2 if _work_at_once(spec) else 1
+    ahead = isinstance(spec, RlSpec) and spec.rollout.max_staleness > 0
+    at_once = 2 if ahead and not (spec.gpus(ACTOR) or spec.gpus(ROLLOUT)) else 1
     for_transport = {}
     if (sampling := sampling_of(spec)) is not None and choose_transport(sampling)[0] == "cuda_ipc":
         seen = [_visible(device, ACTOR) for device in sampling.actor.devices]
@@ -179,7 +180,9 @@ class _Planner:
         # meanwhile and get one core.
         share = max(1, self.cores // self.at_once // on_one_node) if ROLES[name].holds_model else 1
         threads = section.threads or share
-        python = _interpreter(section.python, self.spec_dir)
+        # Not resolved: the link bin/python is what makes an interpreter that of its virtual environment.
+        named = os.path.abspath(self.spec_dir / Path(section.python).expanduser())
+        python = named if section.python else sys.executable
         meeting = self._meeting(name, section)
         hosts = self._hosts(section)
         own = _environment(section, name, threads, self._kept_on_loopback(name, section))
@@ -209,7 +212,7 @@ class _Planner:
     def _kept_on_loopback(self, name: RoleName, section: RoleSection) -> tuple[str, ...]:
         """Return the variables that name the loopback interface: by default gloo listens where the host's name points,
         NCCL at the first interface. NCCL's holds for every group of a process, also with ranks on other hosts."""
-        if not (ROLES[name].holds_model and _has_loopback_interface()):
+        if not ROLES[name].holds_model or "lo" not in dict(socket.if_nameindex()).values():
             return ()
         if not self.address:
             return ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -227,13 +230,6 @@ class _Planner:
         if not section.leaves_host or section.launcher == "srun":
             return ["localhost"]
         return [self.names[number] if self.names else f"node {number}" for number in section.hosts]
-
-
-def _interpreter(python: str, spec_dir: Path) -> str:
-    if not python:
-        return sys.executable
-    # Not resolved: the link bin/python is what makes an interpreter that of its virtual environment.
-    return os.path.abspath(spec_dir / Path(python).expanduser())
 
 
 def _command(
@@ -322,13 +318,3 @@ def _visible(device: int, role: RoleName) -> str:
         hint = f"CUDA_VISIBLE_DEVICES={','.join(outer)} leaves numbers 0 to {len(outer) - 1}"
         raise SpecError([Problem(f"{role}.devices", "no such GPU here", hint, str(device))])
     return outer[device]
-
-
-def _has_loopback_interface() -> bool:
-    return any(name == "lo" for _, name in socket.if_nameindex())
-
-
-def _work_at_once(spec: Spec) -> bool:
-    """Return whether actor and rollout compute on the CPU at the same time."""
-    ahead = isinstance(spec, RlSpec) and spec.rollout.max_staleness > 0
-    return ahead and not (spec.gpus(ACTOR) or spec.gpus(ROLLOUT))
