@@ -97,18 +97,15 @@ def checksum_of(path: str) -> str:
     return ""
 
 
-def _dial(address: str, port: int) -> str:
-    try:
-        socket.create_connection((address, port), timeout=_DIAL_TIMEOUT_S).close()
-    except OSError as error:
-        return f"{address}:{port}: {error.strerror or error}"
-    return ""
-
-
 def _no_way_to_driver(questions: Questions) -> Problem | None:
-    dial = next(filter(None, (_dial(questions.address, port) for port in questions.ports)), "")
-    message = f"host {questions.host} cannot reach this one at {dial}"
-    return Problem("cluster", message, "open this host's ports to it", questions.host) if dial else None
+    host, address = questions.host, questions.address
+    for port in questions.ports:
+        try:
+            socket.create_connection((address, port), timeout=_DIAL_TIMEOUT_S).close()
+        except OSError as error:
+            message = f"host {host} cannot reach this one at {address}:{port}: {error.strerror or error}"
+            return Problem("cluster", message, "open this host's ports to it", host)
+    return None
 
 
 if __name__ == "__main__":
