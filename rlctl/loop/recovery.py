@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.loop.residency import SLEEP_LEVEL
 from rlctl.models import as_built_check
-from rlctl.processes.calls import Body, RanksFailed
+from rlctl.processes.calls import Body, RanksFailed, answers_of
 from rlctl.processes.failures import Evidence
 from rlctl.processes.launch import tail
 from rlctl.processes.rank_states import RestartPolicy
@@ -183,10 +183,7 @@ class RankRecovery:
     def call(self, verb: Verb, body: Body, ranks: Sequence[int], step: int | None) -> Sequence[Message]:
         """Return the answers of ranks that do not fail again."""
         call = self.groups[self.role].post(verb, body, step=step, timeout_s=self.start_timeout_s, ranks=ranks)
-        try:
-            return call.result()
-        except RanksFailed:
-            return [*call.answers.values()]
+        return answers_of(call)
 
     def _build_late(self, ranks: Sequence[int], step: int | None, after: Callable[[Sequence[int]], None]) -> None:
         """Build late ranks; leave out one that is not what the spec asks for."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, get_args
 
-from rlctl.processes.calls import RanksFailed
+from rlctl.processes.calls import answers_of
 from specs.phases import Phase
 from specs.schema.metric import Metric
 from specs.schema.roles import ROLES, Holds, RoleName
@@ -173,7 +173,7 @@ class Residency:
             calls[group] = group.post(_moves(group).release, _moves(group).leaving(level), step=step)
             self.states[group.role] = NOTHING  # once sent it will happen, also when Ctrl-C ends the wait
         for group, call in calls.items():
-            self._note(group, _moves(group).release, _moves(group).released, _result(call))
+            self._note(group, _moves(group).release, _moves(group).released, answers_of(call))
 
     def _acquire(self, missing: Mapping[Group, State], step: int | None) -> None:
         """Holders of one kind take what they lack."""
@@ -183,7 +183,7 @@ class Residency:
                 calls[group] = group.post(_moves(group).acquire, _moves(group).coming(parts), step=step)
                 self.states[group.role] |= parts
         for group, call in calls.items():
-            self._note(group, _moves(group).acquire, _moves(group).acquired, _result(call))
+            self._note(group, _moves(group).acquire, _moves(group).acquired, answers_of(call))
 
     def _note(self, group: Group, verb: Verb, after: str, answers: Sequence[Message]) -> None:
         if not answers:
@@ -195,12 +195,3 @@ class Residency:
 
 def _moves(group: Group) -> Moves:
     return MOVES[ROLES[group.role].holds]
-
-
-def _result(call: Call) -> Sequence[Message]:
-    """Answers of the ranks that live. A replica that was lost is brought here when it is back
-    (rlctl/loop/recovery.py)."""
-    try:
-        return call.result()
-    except RanksFailed as failed:
-        return [*failed.call.answers.values()]

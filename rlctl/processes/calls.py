@@ -112,6 +112,14 @@ class RanksFailed(Exception):
         self.call = call
 
 
+def answers_of(call: Call) -> list[Message]:
+    """Wait for a call; return the answers of the ranks that have not failed."""
+    try:
+        return call.result()
+    except RanksFailed:
+        return [call.answers[rank] for rank in call.ranks if rank in call.answers]
+
+
 def frames_by_rank(verb: Verb, number: int, size: int, body: Bodies, tensors: Blobs) -> list[list[Buffer]]:
     """Return a request's frames for each rank. What is the same for all ranks is encoded once."""
     bodies, blobs = _per_rank("bodies", body, size), _per_rank("tensors", tensors, size)

@@ -16,7 +16,7 @@ from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
 from rlctl.preflight.data_files import check_rows_fit
 from rlctl.preflight.role_choices import role_attention
-from rlctl.processes.calls import Call, RanksFailed
+from rlctl.processes.calls import answers_of
 from rlctl.processes.group import Group
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
@@ -31,7 +31,7 @@ from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, bu
 from specs.schema.spec import Spec
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import DataOpened
-from specs.wire.messages import CONCURRENT_VERBS, SYNC_VERBS, Message, Verb
+from specs.wire.messages import CONCURRENT_VERBS, SYNC_VERBS, Verb
 
 Bodies = Mapping[RoleName, dict[str, Any]]  # the request of each role's `build`
 Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
@@ -124,17 +124,9 @@ def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies, pro
         for role, call in calls.items():
             waited_for = [name for name, other in calls.items() if len(other.answers) < len(other.ranks)]
             progress.phase("build", ", ".join(waited_for))
-            reports[role] = [AsBuilt.model_validate(answer.body) for answer in _answers(call)]
+            reports[role] = [AsBuilt.model_validate(answer.body) for answer in answers_of(call)]
         residency.leave_after_build([groups[role] for role in wave])
     return reports
-
-
-def _answers(call: Call) -> list[Message]:
-    """Return answers by rank, of the ranks that the run begins with."""
-    try:
-        return call.result()
-    except RanksFailed:
-        return [call.answers[rank] for rank in call.ranks if rank in call.answers]
 
 
 def _weights(
