@@ -41,8 +41,7 @@ class CudaIpcWriter(BucketWriter):
             self.windows.close()
         self.windows = None
 
-    def close(self) -> None:
-        self.rest()
+    close = rest
 
 
 class CudaIpcReader(BucketReader):
@@ -64,5 +63,4 @@ class CudaIpcReader(BucketReader):
             self.windows.close()
         self.windows = None
 
-    def close(self) -> None:
-        self.rest()
+    close = rest
