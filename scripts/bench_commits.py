@@ -69,7 +69,8 @@ def main() -> int:
             overrides = [f"run.steps={args.steps}", *args.set]
             sides: dict[Path, list[Run]] = {tree: [], ROOT: []}
             for number in range(args.rounds):
-                for side, runs in sides.items():
+                # Who begins changes with the round: a machine that slows down is not held against one side.
+                for side, runs in list(sides.items())[:: -1 if number % 2 else 1]:
                     runs.append(train(side, spec, overrides, Path(folder, f"{preset}-{side.name}-{number}")))
                     print(
                         f"{preset}, round {number + 1}, {side.name}: {runs[-1].step_s:.3f} s per step", file=sys.stderr
