@@ -144,7 +144,7 @@ class ModelCheck:
             self._wrong("a built-in model has no weights", hint, "model.from_scratch" if actor else "")
         elif wrong := no_weights(names):
             self._wrong(*wrong)
-        elif not (folder / "model.safetensors").exists() and "model.safetensors" in names:
+        elif not all(os.path.lexists(folder / name) for name in names if name.endswith(".safetensors")):
             return  # they are on the hub
         else:
             for wrong in weight_problems(folder, self.config, self._head):

@@ -23,10 +23,15 @@ LONG_S = 300.0  # longer than any test waits
 TINY = {file.name: file.read_bytes() for file in (BUILTIN_FOLDER / "tiny-digits").iterdir()}
 CONFIG: dict[str, Any] = json.loads(TINY["config.json"])
 GOOD = {**TINY, "model.safetensors": b"weights"}
+SHARDS = {
+    "model.safetensors.index.json": b'{"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}',
+    "model-00001-of-00001.safetensors": b"weights",
+}
 
 
 MODELS: dict[str, dict[str, bytes]] = {
     "org/good": GOOD,
+    "org/sharded": {**TINY, **SHARDS},
     "org/gated": GOOD,
     "org/cut": {**GOOD, "config.json": TINY["config.json"][:-40]},
     "org/empty": {"README.md": b""},
