@@ -46,7 +46,7 @@ def no_weights(names: Iterable[str]) -> Wrong | None:
 def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind) -> Iterator[Wrong]:
     """Yield what is wrong with the safetensors files of a model folder. `head`: what the model is to end in."""
     placed: dict[str, str] = {}
-    if not (folder / SINGLE).is_file():
+    if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
         try:
             given = read_object(folder / INDEX)["weight_map"]
             placed = {name: str(where) for name, where in given.items()}
@@ -54,7 +54,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind) -> 
             yield f"{INDEX} cannot be read: not JSON with a weight_map", AGAIN
             return
     names = sorted(set(placed.values())) or [SINGLE]
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in names if placed and not (folder / name).is_file()]:
         yield f"{INDEX} names {', '.join(missing)}, which are not in the folder", "copy the whole model"
         return
     quantized, shapes, whole = "quantization_config" in config, dict[str, Shape](), True

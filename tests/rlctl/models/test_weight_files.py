@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from corpus import write_weights
 from families import FAMILIES
+from small_spec import raw_spec
 
+from rlctl.models.model_check import ModelCheck
 from rlctl.models.model_tensors import tensors_of_config, tensors_on_disk
 from rlctl.models.weight_files import weight_problems
+from specs.load.load import spec_from
 from specs.model_shapes import Shape
 
 LLAMA = {**FAMILIES["llama"].config, "tie_word_embeddings": False}
@@ -33,6 +37,15 @@ def test_missing_and_other_weights_are_named(tmp_path: Path) -> None:
     assert "lacks 1 of the model's" in str([*weight_problems(tmp_path, LLAMA, "lm")])
     stored(tmp_path, LLAMA, o_proj=(3, 5))
     assert "o_proj.weight has shape [3, 5], but config.json means" in str([*weight_problems(tmp_path, LLAMA, "lm")])
+
+
+def test_a_link_to_nowhere_is_no_weights(tmp_path: Path) -> None:
+    stored(tmp_path, LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").rename(tmp_path / "moved")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    found = ModelCheck(spec_from(raw_spec(), [f"model.path={tmp_path}", "model.from_scratch=false"]), "actor", tmp_path)
+    assert "model.safetensors cannot be read: No such file" in str(found.problems)
 
 
 def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path) -> None:
