@@ -11,6 +11,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rlctl.models.tokenizer_files import TOKENIZER_FILES
+from rlctl.models.weight_files import INDEX, SINGLE
+from specs.json_file import read_or_empty
+
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
@@ -69,15 +73,25 @@ def loaded_before(dataset: str) -> bool:
     return any(Path(config.HF_DATASETS_CACHE).expanduser().glob(f"{folder}/*/*/*"))
 
 
-def hub_model(hub_id: str) -> HubModel | Unavailable:
-    """Return a model of the local cache, else what `look_up` finds on the hub."""
-    snapshot = hub_snapshot(hub_id)
+def hub_model(hub_id: str, *, weights: bool) -> HubModel | Unavailable:
+    """Return a model of the local cache, else what `look_up` finds on the hub. A part of one, such as its config.json
+    alone, counts where there is no network to bring the rest, unless its `weights` are needed."""
+    snapshot, cached = hub_snapshot(hub_id), None
     if snapshot is not None and (snapshot / "config.json").is_file():
-        return HubModel(snapshot, frozenset(file.name for file in snapshot.iterdir()))
+        cached = HubModel(snapshot, frozenset(file.name for file in snapshot.iterdir()))
+    if cached and (offline() or _is_whole(cached, weights)):
+        return cached
     if offline():
         why = "no such folder, and not in the Hugging Face cache while HF_HUB_OFFLINE is set"
         return Unavailable(why, f"check the name; with a network, `hf download {hub_id}` puts it there", refused=True)
-    return look_up(hub_id)
+    found = look_up(hub_id)
+    return cached if cached and not weights and isinstance(found, Unavailable) else found
+
+
+def _is_whole(model: HubModel, weights: bool) -> bool:
+    index = read_or_empty(model.folder / INDEX).get("weight_map")
+    placed = {*map(str, index.values())} if isinstance(index, dict) and SINGLE not in model.files else {SINGLE}
+    return not model.files.isdisjoint(TOKENIZER_FILES) and (placed <= model.files or not weights)
 
 
 @cache

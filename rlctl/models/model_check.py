@@ -66,7 +66,7 @@ class ModelCheck:
     # ── where it is ───────────────────────────────────────────────────────────────────────────────
 
     def _check_hub(self, hub_id: str) -> None:
-        found = hub_model(hub_id)
+        found = hub_model(hub_id, weights=not self._from_scratch)
         if isinstance(found, HubModel):
             self._check_files(found.folder, found.files)
         elif found.refused:

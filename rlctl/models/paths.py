@@ -69,7 +69,7 @@ def model_folder(path: str, spec_dir: Path) -> Path | None:
     where = resolve_model(path, spec_dir)
     if isinstance(where, Path):
         return where
-    found = hub_model(where)
+    found = hub_model(where, weights=False)
     return found.folder if isinstance(found, HubModel) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hub_server
@@ -65,6 +65,32 @@ def test_a_model_on_the_hub_is_read_once(the_hub: Hub, tmp_path: Path) -> None:
     assert len(the_hub.seen) == asked, "asked once in a process"
     assert not any(path.endswith("model.safetensors") for path, _ in the_hub.seen), "its name is enough"
     assert list(tmp_path.iterdir()) == [], "nothing is written to the cache"
+
+
+@pytest.mark.parametrize("model", ["org/good", "org/sharded"])
+@pytest.mark.parametrize("names", [("config.json",), ("config.json", "tokenizer.json", "model.safetensors.index.json")])
+def test_a_part_of_it_in_the_cache_is_not_all_that_a_run_will_have(
+    the_hub: Hub, tmp_path: Path, model: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `hf download --include "*.json"` leaves it, and whoever has loaded its tokenizer."""
+    folder = tmp_path / "home" / "hub" / f"models--{model.replace('/', '--')}"
+    snapshot = folder / "snapshots" / hub_server.SHA
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(hub_server.SHA)
+    for name in names:
+        (snapshot / name).write_bytes(hub_server.MODELS[model].get(name, b""))
+    assert check(tmp_path, model) == ([], [])
+    hub.look_up.cache_clear()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    errors, (warning,) = check(tmp_path, model)
+    assert errors == []
+    assert "will be downloaded" in warning.message
+    assert config_of(model, tmp_path) == CONFIG
+    asked = len(the_hub.seen)
+    if len(names) > 1:
+        assert check(tmp_path, model, "model.from_scratch=true") == ([], [])
+    assert len(the_hub.seen) == asked
 
 
 @pytest.mark.parametrize(
