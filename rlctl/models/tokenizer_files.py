@@ -17,6 +17,7 @@ from specs.text import show
 from workers.data.tokenizer_file import TokenizerFile
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
+_OF_TEXT = ("bos", "eos", "unk", "pad")
 SHOWN = 3  # differing tokens that a message shows
 load_tokenizer = cache(TokenizerFile)  # of a model folder
 
@@ -43,14 +44,19 @@ def tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wron
         yield f"no tokenizer with the model (none of {', '.join(TOKENIZER_FILES[:3])}, …)", hint
     elif file.is_file():
         try:
-            highest = max(load_tokenizer(folder).vocabulary.values(), default=-1)
+            codec = load_tokenizer(folder)
+            vocabulary = codec.vocabulary
         except ValueError as error:
             yield f"its tokenizer cannot be read: {error}", AGAIN
             return
-        if highest < 0:
+        # Gemma 3's has one for images, which its text models lack: no conversation of texts brings it.
+        used = [chat_template_of(folder).text, *(codec.special_tokens.get(f"{name}_token", "") for name in _OF_TEXT)]
+        beyond = {number: token for token, number in vocabulary.items() if number >= (vocab_size or 1 << 31)}
+        met = [n for n, token in beyond.items() if n not in codec.special_ids or any(token in one for one in used)]
+        if not vocabulary:
             yield "its tokenizer has no vocabulary", AGAIN
-        elif isinstance(vocab_size, int) and highest >= vocab_size:
-            message = f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}"
+        elif met:
+            message = f"the tokenizer has token {max(met)}, but the model's vocab_size is {vocab_size}"
             yield message, "use the tokenizer that the model was trained with"
     yield from _end_token_problems(folder, config)
 
