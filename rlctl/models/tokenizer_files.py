@@ -122,7 +122,9 @@ def chat_template_of(folder: Path) -> ChatTemplate:
         other = folder / "additional_chat_templates" / "tool_use.jinja"
         with_tools = other.read_text(encoding="utf-8", errors="replace") if other.is_file() else ""
         return ChatTemplate(file.name, file.read_text(encoding="utf-8", errors="replace"), with_tools)
-    for name in ("chat_template.json", "tokenizer_config.json"):
+    # The first is a processor's, read only where a tokenizer is made of Mistral's own file.
+    names = ("chat_template.json", "tokenizer_config.json")[(folder / "tokenizer.json").is_file() :]
+    for name in names:
         with_tools = ""
         try:
             found = read_object(folder / name).get("chat_template")
