@@ -101,7 +101,8 @@ def _wrong(actor: LearningRole, spec_dir: Path, which: str, path: str) -> tuple[
     """Return what is wrong with it, and a hint."""
     env = offline_environment(actor.env if which == "loss" else {})
     python = (own_path(actor, spec_dir) if which == "loss" else "") or sys.executable
-    command = [python, "-B", "-P", "-m", "workers.offline.call_own_function", which, str(spec_dir / path)]
+    file = str(spec_dir / Path(path).expanduser())
+    command = [python, "-B", "-P", "-m", "workers.offline.call_own_function", which, file]
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S, check=False)
         reply = json.loads(done.stdout.splitlines()[-1])

@@ -302,7 +302,7 @@ _NO_KEYS = ("kind", "corrected")  # of a loss: no spec writes them
 def placed(table: T, spec_dir: Path) -> T:
     """Return an advantage or a loss with the path of its function made absolute."""
     path = getattr(table, "path", None)
-    return table if path is None else table.model_copy(update={"path": str(spec_dir / path)})
+    return table if path is None else table.model_copy(update={"path": str(spec_dir / Path(path).expanduser())})
 
 
 def _filled(table: type[T], keys: Table, **more: Any) -> T:

@@ -83,9 +83,12 @@ def test_what_is_no_loss(file: Path, name: str, words: str) -> None:
         try_loss(f"{file.with_name('bad.py')}:{name}")
 
 
-def test_a_run_with_them_is_that_of_the_kind_that_they_repeat(file: Path, tmp_path: Path) -> None:
+def test_a_run_with_them_is_that_of_the_kind_that_they_repeat(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file has GRPO's two functions, so both runs must be the same; the files are inputs of the run."""
-    own = ("algorithm.advantage_function=good.py:centred", "algorithm.loss_function=good.py:surrogate")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = ("algorithm.advantage_function=good.py:centred", "algorithm.loss_function=~/good.py:surrogate")
     found, seen = examine(file, own), []
     assert found.problems == [problem for problem in found.warnings if problem.key.endswith("_function")] == []
     for name, options in (("own", own), ("grpo", ())):
