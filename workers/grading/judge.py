@@ -72,7 +72,7 @@ class JudgePanel:
         """`terms`: by their number in `reward.terms`. Raises RewardError where a cache cannot be opened."""
         self._judges: dict[int, JudgeGrader] = {}
         for number, term in terms.items():
-            own = Path(setting.base, term.cache_file).expanduser()
+            own = Path(setting.base, Path(term.cache_file).expanduser())
             path = (own if term.cache_file else run_dir / "judge_cache.sqlite").resolve()
             cache = JudgeCache(path) if term.cache else None
             self._judges[number] = JudgeGrader(term, number, setting.answer_column, cache)

@@ -286,7 +286,7 @@ def test_many_are_asked_at_once(tmp_path: Path, server: JudgeServer) -> None:
 # ── the cache ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_each_request_is_made_once(tmp_path: Path, server: JudgeServer) -> None:
+def test_each_request_is_made_once(tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ("a", "b", "a", "a")
     _, counts = graded(tmp_path, server.base_url, texts)
     assert (len(server.asked), counts["judge_cached"]) == (2, 2)
@@ -300,6 +300,9 @@ def test_each_request_is_made_once(tmp_path: Path, server: JudgeServer) -> None:
     elsewhere = tmp_path / "another run"
     graded(elsewhere, server.base_url, texts, cache_file="../judge_cache.sqlite")
     assert len(server.asked) == 8, "what another run asked"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    graded(elsewhere, server.base_url, texts, cache_file="~/judge_cache.sqlite")
+    assert len(server.asked) == 8
     assert not elsewhere.exists()
 
 
