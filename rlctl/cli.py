@@ -203,7 +203,7 @@ def train(
     if dry_run:
         from rlctl.check.dry_run import dry_run as show_plan
 
-        show_plan(spec, overrides or [], elsewhere=target == Machine.cluster)
+        show_plan(spec, overrides or [], resume=resume, elsewhere=target == Machine.cluster)
         return
     if target == Machine.cluster:
         raise UsageError("--target cluster: only with --dry-run", hint="train starts its roles from here")

@@ -31,12 +31,18 @@ _ELSEWHERE = f"""\
 """
 
 
-def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = False) -> None:
-    """Print command, environment and devices of every role. `elsewhere`: the run is for other machines. Raises
-    SpecError as `train` would, but where only engines, interpreters or GPUs are missing here: that is a warning."""
+def dry_run(spec_path: Path, overrides: Sequence[str], *, resume: bool = False, elsewhere: bool = False) -> None:
+    """Print command, environment and devices of every role. `resume`: `spec_path` may be a run directory. `elsewhere`:
+    the run is for other machines. Raises SpecError as `train` would, but where only engines, interpreters or GPUs are
+    missing here: that is a warning."""
     notes: list[str] = []
-    spec = load_spec(spec_path, overrides, notes.append)
     spec_dir = spec_path.absolute().parent
+    if resume:
+        from rlctl.run.lineage import spec_source  # brings what reads checkpoints
+
+        source = spec_source(spec_path, resume=True)
+        spec_path, spec_dir = source.path, source.folder
+    spec = load_spec(spec_path, overrides, notes.append)
     spec, errors, warnings = checked(spec, spec_dir, elsewhere=True)
     if errors:
         raise SpecError(errors)

@@ -170,6 +170,18 @@ def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
+def test_dry_run_takes_a_run_directory_to_resume(tmp_path: Path) -> None:
+    rlctl("init", "spec.toml", "--preset", "fake", cwd=tmp_path)
+    trained = rlctl("train", "spec.toml", "--set", "run.steps=1", "--run-dir", "run", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    (tmp_path / "spec.toml").unlink()
+    before = listing(tmp_path)
+    done = rlctl("train", "run", "--resume", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[rollout] 1 process on CPU" in done.stdout
+    assert listing(tmp_path) == before
+
+
 def test_ctrl_c_is_exit_130_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
