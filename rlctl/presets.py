@@ -186,7 +186,8 @@ def _write(target: Path, text: str, *, force: bool) -> None:
     except FileExistsError:
         raise _exists(target) from None
     except FileNotFoundError:
-        raise UsageError(f"{target.parent}: no such folder", hint=f"mkdir -p {target.parent}") from None
+        hint = f"mkdir -p {shlex.quote(str(target.parent))}"
+        raise UsageError(f"{target.parent}: no such folder", hint=hint) from None
     except OSError as error:
         raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
 

@@ -6,6 +6,7 @@ The start of a run makes that folder where it is missing (`rlctl/run/run_exports
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class RunExport:
     @property
     def way_out(self) -> str:
         """Return the hint for a run that cannot be written to."""
-        command = f"rlctl export-checkpoint {self.run} OUT --step {self.step} --role {self.role}"
+        command = f"rlctl export-checkpoint {shlex.quote(str(self.run))} OUT --step {self.step} --role {self.role}"
         return f"`{command}` exports elsewhere: name OUT as the model then"
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -157,7 +158,8 @@ def _missing(role: RoleName, section: RoleSection, path: str) -> Problem | None:
     missing = [package for package in needed if not there.version(package)]
     if not missing:
         return None
-    kind, install = _own_environment(section), f"{path or sys.executable} -m pip install {' '.join(missing)}"
+    kind = _own_environment(section)
+    install = f"{shlex.quote(path or sys.executable)} -m pip install {' '.join(missing)}"
     names = ", ".join(missing)
     if not {*missing} & {*of_roles, *of_engine}:
         get = install if path else f"rlctl setup-engine {names} adds it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,7 +60,7 @@ def evaluate(
     hub id. Return `out`, or the folder made for it: eval.jsonl, metrics.jsonl, logs. Every failure is an RlctlError."""
     run_dir = Path(what) if (Path(what) / "resolved.json").is_file() else None
     if run_dir is None and spec_path is None:
-        hint = f"name a spec with [eval], [data] and [reward]: rlctl eval {what} SPEC"
+        hint = f"name a spec with [eval], [data] and [reward]: rlctl eval {shlex.quote(what)} SPEC"
         raise UsageError(f"{what}: not a run directory; to evaluate a model, pass a spec with prompts", hint=hint)
     if run_dir is None and step is not None:
         raise UsageError(f"--step: {what} is a model, not a run", hint="leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class SpecSource:
 
 
 def _name_the_spec(run: Path) -> str:
-    commands = f"rlctl train SPEC --run-dir {run} --resume, or rlctl eval {run} SPEC"
+    quoted = shlex.quote(str(run))
+    commands = f"rlctl train SPEC --run-dir {quoted} --resume, or rlctl eval {quoted} SPEC"
     return f"name the spec: {commands}, with the --set that the run was started with"
 
 
@@ -68,10 +70,9 @@ def spec_source(named: Path, *, resume: bool) -> SpecSource:
         return SpecSource(named, named.absolute().parent)
     run_dir = named.absolute()
     if not resume:
-        raise UsageError(
-            f"{named}: the directory of a run, not a spec",
-            hint=f"add --resume to continue it; `rlctl train SPEC --from {named}` begins another with its weights",
-        )
+        begins = f"rlctl train SPEC --from {shlex.quote(str(named))}"
+        hint = f"add --resume to continue it; `{begins}` begins another with its weights"
+        raise UsageError(f"{named}: the directory of a run, not a spec", hint=hint)
     starts = [line for line in read_journal(run_dir) if line["event"] == "start"]
     folder, copy = (str(starts[-1].get(key, "")) for key in ("spec_dir", "copy")) if starts else ("", "")
     if not folder or not (run_dir / copy).is_file():

@@ -38,7 +38,8 @@ def read_foreign(path: Path) -> tuple[str, dict[str, Any]]:
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         raise UsageError(f"--from {path}: cannot be read: {error}", hint=_READS) from None
     if "schema" in given:
-        raise UsageError(f"--from {path}: it is a spec of rlctl already", hint=f"rlctl check-config {path}")
+        hint = f"rlctl check-config {shlex.quote(str(path))}"
+        raise UsageError(f"--from {path}: it is a spec of rlctl already", hint=hint)
     for name, source in translation_table("sources").items():
         marked = [key for key in given for mark in source.get("marks", "").split() if f"{key}.".startswith(f"{mark}.")]
         if given and (name in calls or (marked and not calls)):

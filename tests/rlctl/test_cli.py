@@ -112,8 +112,8 @@ def test_init_names_presets(tmp_path: Path) -> None:
     unknown = rlctl("init", "--preset", "quickstrat", cwd=tmp_path)
     assert unknown.returncode == 2
     assert "did you mean quickstart?" in unknown.stderr
-    nowhere = rlctl("init", "none/spec.toml", cwd=tmp_path)
-    assert (nowhere.returncode, "no such folder" in nowhere.stderr) == (2, True)
+    nowhere = rlctl("init", "no such/spec.toml", cwd=tmp_path)
+    assert (nowhere.returncode, "no such folder\n\nhint: mkdir -p 'no such'\n" in nowhere.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 
