@@ -182,6 +182,17 @@ def test_dry_run_takes_a_run_directory_to_resume(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
+def test_a_run_keeps_a_spec_that_comes_through_a_pipe(tmp_path: Path) -> None:
+    rlctl("init", "spec.toml", "--preset", "fake", cwd=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["sh", "-c", "cat spec.toml > pipe"], cwd=tmp_path):
+        trained = rlctl("train", "pipe", "--set", "run.steps=1", "--run-dir", "run", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    resumed = rlctl("train", "run", "--resume", "--set", "run.steps=2", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step 2/2" in resumed.stdout + resumed.stderr
+
+
 def test_ctrl_c_is_exit_130_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
