@@ -34,7 +34,7 @@ def read_foreign(path: Path) -> tuple[str, dict[str, Any]]:
     """Return which source of `foreign_keys.toml` a file is, and its settings by dotted key. Raises UsageError where it
     is none, or not what its suffix says."""
     try:
-        calls, given = _parsed(path.suffix.lower(), path.read_text(encoding="utf-8"))
+        calls, given = _parsed(path.suffix.lower(), path.read_text(encoding="utf-8-sig"))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         raise UsageError(f"--from {path}: cannot be read: {error}", hint=_READS) from None
     if "schema" in given:

@@ -36,6 +36,12 @@ def test_what_is_no_file_of_theirs_is_refused(tmp_path: Path, name: str, text: s
     assert error.value.hint
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.py", "GRPOConfig(beta=0.1)"), ("a.yaml", "beta: 0.1")])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read_foreign(tmp_path / name)[1] == {"beta": 0.1}
+
+
 def test_numbers_of_yaml_are_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("num_generations: 8\nlearning_rate: 1e-6\nseed: 1e-6x\n")
     given = read_foreign(tmp_path / "a.yaml")[1]
