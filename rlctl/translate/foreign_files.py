@@ -117,6 +117,7 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
             given |= dict(_LORA) if name == "LoraConfig" else {}
             sources |= {key.arg: key.value for key in call.keywords if key.arg in ("train_dataset", "eval_dataset")}
             model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)
+            named |= {"reward_funcs": placed[1]} if name in ("GRPOTrainer", "RLOOTrainer") and placed[1:] else {}
             given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}
             given |= {"model_name_or_path": model} if model is not None else {}
     by_name = "train_dataset" in sources

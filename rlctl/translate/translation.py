@@ -264,7 +264,8 @@ def _complete(made: Translation, cluster: str) -> None:
     kinds = {"kind": "wandb", "project": values["run.name"]}
     trackers = [{**kinds, **one} for one in values.get("tracking", [])]
     values["tracking"] = [one if one["kind"] in ("wandb", "trackio") else {"kind": one["kind"]} for one in trackers]
-    if own := [one["path"] for one in values.get("reward.terms", []) if one["path"].startswith("rewards.py:")]:
+    own = [one.get("path", "") for one in values.get("reward.terms", ())]
+    if any(path.startswith("rewards.py:") for path in own):
         line = "with the line that check-config gives each"
         made.note("reward.terms", f"write these into rewards.py, {line}: {made.name} is not run")
         if "rewards.py:accuracy_reward" in own:

@@ -332,6 +332,16 @@ def test_a_person_is_asked_where_a_value_is_computed_or_missing(tmp_path: Path) 
         assert made.notes[key][0].startswith(shown)
 
 
+def test_rewards_in_their_place_of_the_call_have_their_weights(tmp_path: Path) -> None:
+    script = 'GRPOTrainer("m", [right, short], GRPOConfig(reward_weights=[1.0, 0.5], num_generations=8))'
+    terms = translated(tmp_path, "a.py", script).values["reward.terms"]
+    assert terms == [
+        {"kind": "function", "path": "rewards.py:right", "weight": 1.0},
+        {"kind": "function", "path": "rewards.py:short", "weight": 0.5},
+    ]
+    assert translated(tmp_path, "a.yaml", "num_generations: 8\nreward_weights: [1.0, 0.5]").values
+
+
 def test_what_a_spec_refuses_is_left_out_with_the_reason(tmp_path: Path) -> None:
     made = translated(tmp_path, "dpo.yaml", TRL_DPO.replace("lora_r: 32", "lora_r: 0"))
     assert "actor.lora.rank" not in made.values
