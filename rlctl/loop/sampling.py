@@ -262,25 +262,26 @@ class Generation:
         return drawn if greedy_B is None else drawn.with_baseline(greedy_B)
 
     def _wait_for_scores(self) -> None:
-        """Wait for those of the parts that are new since the last time."""
-        new, self._scored = self._parts[self._scored :], len(self._parts)
-        if not new:
+        """Wait for those of the parts that are new since the last time. A wait that is broken off begins again."""
+        if not (new := self._parts[self._scored :]):
             return
-        at_once = [TermScores.of(part.grading.result()) for part in new]
-        self._scores["processes"] += at_once
+        found = {"processes": [TermScores.of(part.grading.result()) for part in new]}
         id_B = np.concatenate([part.batch["id_B"] for part in new])
-        lost = set(id_B[~np.concatenate([part.scored_B for part in at_once])].tolist())
+        lost = set(id_B[~np.concatenate([part.scored_B for part in found["processes"]])].tolist())
         if (model := self._sampler.score_model) is not None:
             rendered = [part.rendering.result()[0] for part in new if part.rendering]
             model.begin(self.step)
-            self._scores["model"].append(model.score(rendered, id_B, self.step, lost))
-            lost |= set(id_B[~self._scores["model"][-1].scored_B].tolist())
+            found["model"] = [model.score(rendered, id_B, self.step, lost)]
+            lost |= set(id_B[~found["model"][0].scored_B].tolist())
         if "stop_B" in new[0].batch:
             number = self._sampler.spec.environment_term
-            self._scores["environments"] += [of_environments(part.batch, number) for part in new]
+            found["environments"] = [of_environments(part.batch, number) for part in new]
         if self._sampler.judged:
             judged = [part.judging.result()[0] for part in new if part.judging]
-            self._scores["judges"].append(of_judges(judged, lost))
+            found["judges"] = [of_judges(judged, lost)]
+        for grader, scores in found.items():
+            self._scores[grader] += scores
+        self._scored += len(new)
 
 
 _REFILLED = "with dynamic sampling"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import Said
+from local_run import Said, local_run
 from running import preset
 
 from rlctl.loop.clock import Clock
@@ -18,11 +18,13 @@ from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.residency import Residency
 from rlctl.loop.sample_queue import Planned, SampleQueue, _read, _write
 from rlctl.loop.sampling import Drawn, Sampler, Scored, Thrown
+from rlctl.loop.scores.graders import Grading
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.recipes.rl import Rl
+from specs.errors import Interrupted
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
-from specs.wire.messages import Verb
+from specs.wire.messages import Message, Verb
 
 PROMPTS, GROUP, STEPS = 8, 4, 9  # the preset `fake`: 8 prompts × 4 completions
 
@@ -210,3 +212,28 @@ def test_what_grading_said_of_samples_drawn_ahead_outlives_a_checkpoint(tmp_path
     back = _read(tmp_path, entry).drawn.scored
     assert {name: getattr(back, name) for name in said} == said
     RewardFailureWatch(0.5, lambda text: None).see(back, "step 7")
+
+
+@pytest.mark.parametrize("broken", [1, 3])
+def test_a_wait_for_scores_that_is_broken_off_costs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """A Ctrl-C ends it, and the checkpoint that follows keeps the batch that was waited for."""
+    file, options, result, waits = preset("fake", tmp_path), ("rollout.max_staleness=1",), Grading.result, [0]
+    with local_run(file, tmp_path / "whole", *options) as run:
+        whole = run.steps(2)[1].metrics["reward/mean"]
+
+    def interrupted(grading: Grading) -> Message:
+        waits[0] += 1
+        if waits[0] == broken:
+            raise Interrupted("interrupted (SIGINT)")
+        return result(grading)
+
+    with local_run(file, tmp_path / "cut", *options) as run:
+        run.steps(1)
+        monkeypatch.setattr(Grading, "result", interrupted)
+        with pytest.raises(Interrupted):
+            run.driver.step(2)
+        run.saver.save(run.driver, 1)
+    with local_run(file, tmp_path / "cut", *options, resume=True) as run:
+        assert run.steps(2)[0].metrics["reward/mean"] == whole
