@@ -81,6 +81,7 @@ class Planned:
     end: int
     generation: Generation | None = None
     drawn: Drawn | None = None
+    refills: int = 0  # how often prompts were drawn again
 
     def drop_stale(self, version: int, max_staleness: int) -> int:
         """Keep of a finished batch what is fresh beside weights of `version`. Returns how many samples went."""
@@ -156,22 +157,21 @@ class SampleQueue:
         """Wait for samples and scores; with dynamic sampling also for those of refills."""
         if planned.drawn is None:
             assert planned.generation is not None
-            planned.drawn = planned.generation.finish()
-            if self.spec.algorithm.dynamic_sampling:
-                planned.drawn = self._refilled(planned.generation, planned.drawn)
+            drawn = planned.generation.finish()
+            dynamic = self.spec.algorithm.dynamic_sampling
+            planned.drawn = self._refilled(planned, planned.generation, drawn) if dynamic else drawn
         return planned.drawn
 
-    def _refilled(self, generation: Generation, drawn: Drawn) -> Drawn:
-        """Refill until there are as many groups with signal as prompts in a step, if the refills suffice."""
-        spec, refills = self.spec, 0
-        algorithm, wanted = spec.algorithm, spec.data.prompts_per_step
-        while refills < algorithm.max_refills and (count := missing_groups(drawn, wanted)):
-            prompts = self.prompts_of(self.ask(count, generation.step).result()[0])
-            self.position, refills = self.position + count, refills + 1
-            generation.extend(prompts)
+    def _refilled(self, planned: Planned, generation: Generation, drawn: Drawn) -> Drawn:
+        """Refill until there are as many groups with signal as prompts in a step, if the refills suffice. Broken off,
+        it goes on where it was."""
+        algorithm, wanted = self.spec.algorithm, self.spec.data.prompts_per_step
+        while planned.refills < algorithm.max_refills and (count := missing_groups(drawn, wanted)):
+            generation.extend(self.prompts_of(self.ask(count, planned.step).result()[0]))
+            self.position, planned.refills = self.position + count, planned.refills + 1
             drawn = generation.finish()
         least = -(-algorithm.mini_batches_per_step // algorithm.group_size)
-        return with_signal(drawn, least, refills)
+        return with_signal(drawn, least, planned.refills)
 
     def _send_out(self, step: int) -> None:
         done = step - 1

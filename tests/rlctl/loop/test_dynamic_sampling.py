@@ -11,7 +11,8 @@ from running import preset
 
 from rlctl.loop.dynamic_sampling import missing_groups, signal_of, with_signal
 from rlctl.loop.sample_queue import SampleQueue
-from rlctl.loop.sampling import Drawn, Scored
+from rlctl.loop.sampling import Drawn, Generation, Scored
+from specs.errors import Interrupted
 from specs.wire.batch import Batch
 
 # A group of 4 has a 7 in some completions and not in others about half the time.
@@ -116,6 +117,31 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, ahead: int) -> None:
         assert run.driver.queue.position == end
     assert [*first, *rest] == whole
     assert any(step[2] for step in rest), "refilled after the resume"
+
+
+@pytest.mark.parametrize("broken", [2, 3])
+def test_a_refill_that_is_broken_off_goes_on_in_the_checkpoint_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """As at a Ctrl-C, which keeps the batches in line."""
+    file, options, waits, finish = preset("fake", tmp_path), (*SOME, "rollout.max_staleness=2"), [0], Generation.finish
+    with local_run(file, tmp_path / "whole", *options) as run:
+        whole = trajectory(run.steps(4))
+
+    def interrupted(generation: Generation) -> Drawn:
+        waits[0] += 1
+        if waits[0] == broken:
+            raise Interrupted("interrupted (SIGINT)")
+        return finish(generation)
+
+    with local_run(file, tmp_path / "cut", *options) as run:
+        run.steps(1)
+        monkeypatch.setattr(Generation, "finish", interrupted)
+        with pytest.raises(Interrupted):
+            run.driver.step(2)
+        run.saver.save(run.driver, 1)
+    with local_run(file, tmp_path / "cut", *options, resume=True) as run:
+        assert trajectory(run.steps(4)) == whole[1:]
 
 
 @pytest.mark.parametrize("shorter", [0, 1])
