@@ -126,7 +126,7 @@ class Driver(ABC):
 
     @abstractmethod
     def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
-        """Go on from what `save` left; return how many samples drawn ahead were too old, by step."""
+        """Go on from what `save` left; return how many samples drawn ahead are left out, by step."""
 
     @abstractmethod
     def begin_at(self, folder: Path, state: Mapping[str, Any]) -> None:

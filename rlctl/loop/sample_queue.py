@@ -64,7 +64,7 @@ METRICS: tuple[Metric, ...] = (
         {
             "rollout/staleness_mean [steps]": "How much older than the learning weights those were that sampled.",
             "rollout/staleness_max [steps]": "Of the oldest sample.",
-            "rollout/dropped_stale": "Samples thrown away because they were too old.",
+            "rollout/dropped_stale": "Samples thrown away because they were too old, or at a resume not graded.",
             "rollout/overlap_s [s]": "Of the update, in which samples of later steps were drawn.",
         },
     ),
@@ -276,9 +276,9 @@ class SampleQueue:
         return {"position": self.cursor, "next": self.position if waiting else self.cursor, "ahead": ahead}
 
     def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
-        """Go on from what `save` wrote. A batch that would be too old in its step is left out with all after it. Their
-        prompts are drawn again, unless refills drew the ones that follow: those must not come twice. Return how many
-        samples that were, by step. Raises CheckpointError."""
+        """Go on from what `save` wrote. A batch that would be too old in its step, or end the run for its failed
+        grades, is left out with all after it. Their prompts are drawn again, unless refills drew the ones that follow:
+        those must not come twice. Return how many samples that were, by step. Raises CheckpointError."""
         kept = [_read(folder, entry) for entry in state.get("ahead", ())]
         self.position, self.line = int(state.get("next", kept[-1].end if kept else state["position"])), deque()
         refilled = bool(kept) and self.position > kept[-1].end  # the prompts after the line were drawn for it, too
@@ -286,7 +286,8 @@ class SampleQueue:
         for planned in kept:
             drawn = self._finish(planned)
             version = self.spec.weights_version(planned.step - 1)
-            if left_out or not len(drawn.fresh(version, self.max_staleness).batch):
+            useless = drawn.scored.lost_more_than(self.spec.reward.max_failed_share)
+            if left_out or useless or not len(drawn.fresh(version, self.max_staleness).batch):
                 self.position = self.position if left_out or refilled else planned.start
                 left_out[planned.step] = len(drawn.batch)
             else:

@@ -403,6 +403,10 @@ class Scored:
             term_B={f"term_{number}_B": column for number, column in term_B.items()},
         )
 
+    def lost_more_than(self, share: float) -> bool:
+        """Return whether more of the completions than this share could not be graded."""
+        return sum(self.failures.values()) > share * self.completions
+
     def by_rollout(self, rollout_B: NDArray[np.int64]) -> NDArray[np.float32]:
         """The score of each rollout whose grading worked, also of those that were thrown away; of every one here, with
         the fallback, where none did."""

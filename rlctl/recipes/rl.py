@@ -234,7 +234,7 @@ class Rl(Driver):
         return {**self.queue.save(folder), **self.kl.save()}
 
     def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
-        """Go on from what `save` left; returns how many samples drawn ahead were too old, by step."""
+        """Go on from what `save` left; returns how many samples drawn ahead are left out, by step."""
         self.kl.restore(state)
         return self.queue.restore(folder, state)
 

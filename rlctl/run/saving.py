@@ -111,16 +111,16 @@ class Saver:
     def restore(self, driver: Driver, checkpoint: checkpoints.Checkpoint) -> int:
         """Put the roles back into the state after the checkpoint's step, which it returns."""
         self._load(checkpoint)
-        too_old = driver.restore(checkpoint.path / "driver", checkpoint.state)
+        left_out = driver.restore(checkpoint.path / "driver", checkpoint.state)
         checkpoint.pin.release()
         steps = self.spec.run.steps
         left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}; --set run.steps=N continues"
         self.progress.message(f"resumed from {checkpoint.path}{left}")
-        if too_old:
-            span = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
+        if left_out:
+            span = f"{min(left_out)} to {max(left_out)}" if len(left_out) > 1 else f"{min(left_out)}"
             self.progress.warning(
-                f"{sum(too_old.values())} samples drawn ahead for step {span} are dropped: older than "
-                f"rollout.max_staleness allows. Their prompts are drawn again"
+                f"{sum(left_out.values())} samples drawn ahead for step {span} are dropped: older than "
+                "rollout.max_staleness allows, or not graded. Their prompts are drawn again"
             )
         return checkpoint.step
 

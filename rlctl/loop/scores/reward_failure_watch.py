@@ -28,14 +28,14 @@ class RewardFailureWatch:
         causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in scored.failures.items() if count)
         lost = f"{where}: {failed} of {completions} completions could not be graded ({causes})"
         first = f": {scored.first_failure}" if scored.first_failure else ""
-        if failed > self._max_failed_share * completions:
+        if scored.lost_more_than(self._max_failed_share):
             raise GradingError(
                 f"{lost}, more than reward.max_failed_share = {share(self._max_failed_share)}{first}",
                 hint="reward_failures.jsonl in the run directory has each with its row and the end of its traceback",
             )
-        if failed <= self._said * completions:
+        if not scored.lost_more_than(self._said):
             return
-        self._said = HALF if failed <= HALF * completions else 1.0
+        self._said = 1.0 if scored.lost_more_than(HALF) else HALF
         self._warn(
             f"{lost}{first}. They get reward.fallback, and nothing is learned from them. reward_failures.jsonl in the "
             "run directory says why; metrics.jsonl counts on"

@@ -21,7 +21,7 @@ from rlctl.loop.sampling import Drawn, Sampler, Scored, Thrown
 from rlctl.loop.scores.graders import Grading
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.recipes.rl import Rl
-from specs.errors import Interrupted
+from specs.errors import GradingError, Interrupted
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
 from specs.wire.messages import Message, Verb
@@ -237,3 +237,28 @@ def test_a_wait_for_scores_that_is_broken_off_costs_none(
         run.saver.save(run.driver, 1)
     with local_run(file, tmp_path / "cut", *options, resume=True) as run:
         assert run.steps(2)[0].metrics["reward/mean"] == whole
+
+
+def test_what_was_drawn_ahead_and_not_graded_is_drawn_again_at_a_resume(tmp_path: Path) -> None:
+    """It would end the run again, though the reward works by now."""
+    down, function = tmp_path / "down", tmp_path / "rewards.py"
+    function.write_text(
+        f"def score(completion):\n    assert not __import__('os').path.exists({str(down)!r})\n    return 1.0\n"
+    )
+    term = f'reward.terms=[{{kind="function", path="{function}:score"}}]'
+    file, options = preset("fake", tmp_path), ("rollout.max_staleness=2", term)
+    with local_run(file, tmp_path / "run", *options) as run:
+        run.steps(2)
+        down.touch()  # while 4 and 5 are drawn
+        run.driver.step(3)
+        run.saver.save(run.driver, 3)
+        with pytest.raises(GradingError):
+            run.driver.step(4)
+    down.unlink()
+    with local_run(file, tmp_path / "run", *options, resume=True) as run:
+        records = run.steps(6)
+    assert [record.metrics["reward/failed_exceptions"] for record in records] == [0, 0, 0]
+    assert run.said.warnings[1] == (
+        "64 samples drawn ahead for step 4 to 5 are dropped: older than rollout.max_staleness allows, or not graded. "
+        "Their prompts are drawn again"
+    )
