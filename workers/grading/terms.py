@@ -54,6 +54,11 @@ class Setting:
 
 Term = Callable[[GradeRequest], Any]
 
+_NUMBER = re.compile(r"[\d\s.%€£¥/-]*")
+# Delimiters of LaTeX, or words. An answer without either, as MATH's are, is LaTeX as a whole: of 3\sqrt{2} math_verify
+# would see 3.
+_MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\[(\[]|(?<![^\s(])[A-Za-z]{2,}(?![^\s.,:;!?/^)])")
+
 
 def make_term(table: Mapping[str, Any], setting: Setting) -> Term:
     """Return the term of one `[[reward.terms]]` table. Raises RewardError."""
@@ -82,7 +87,8 @@ def _math_verify(table: Mapping[str, Any], setting: Setting) -> Term:
 
     @lru_cache(maxsize=4096)
     def parse_gold(text: str) -> Any:
-        parsed = math_verify.parse(text, parsing_timeout=0)
+        bare = not (_NUMBER.fullmatch(text) or _MARKED.search(text))
+        parsed = math_verify.parse(f"${text}$" if bare else text, parsing_timeout=0)
         if not parsed:
             raise ValueError(f"math_verify finds no value in the row's answer {text!r}")
         return parsed

@@ -331,6 +331,18 @@ def test_regex() -> None:
         ("nothing", "72", 0.0),
         ("1080", "#### 1,080", 1.0),
         ("$x^2 + 2x + 1$", "$(x+1)^2$", 1.0),
+        ("$\\boxed{3\\sqrt{2}}$", "3\\sqrt{2}", 1.0),
+        ("$\\boxed{3}$", "3\\sqrt{2}", 0.0),
+        ("$\\boxed{2}$", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", 0.0),
+        ("$\\boxed{(-\\infty, 0]}$", "(-\\infty, 0]", 1.0),
+        ("$\\boxed{0}$", "(-\\infty, 0]", 0.0),
+        ("$\\boxed{3, 2}$", "2, 3", 1.0),
+        ("$\\boxed{B}$", "B", 1.0),
+        ("7", "7 cm^2", 1.0),
+        ("20", "20 dollars", 1.0),
+        ("1234.5", "$1,234.50", 1.0),
+        ("12", "It is 12.", 1.0),
+        ("72", "72 (seventy two)", 1.0),
     ],
 )
 def test_math_verify(completion: str, answer: str, expected: float) -> None:
