@@ -152,8 +152,8 @@ def _function(table: Mapping[str, Any], setting: Setting) -> Term:
     if wrong := _not_a_score(function, name, path):
         raise RewardError(wrong[0], hint=wrong[1])
     bound = BoundFunction(function, name)
-    # Others have the row too.
-    return lambda sample: bound(sample.prompt, sample.completion, deepcopy(dict(sample.row)), sample.episode)
+    # Others have the row too, and other terms the episode.
+    return lambda sample: bound(sample.prompt, sample.completion, *deepcopy((dict(sample.row), sample.episode)))
 
 
 def _not_a_score(function: Any, name: str, path: Path) -> tuple[str, str] | None:

@@ -378,6 +378,13 @@ def test_a_file_without_a_reward_is_named(tmp_path: Path, code: str, words: str)
     assert error.value.hint
 
 
+def test_what_one_term_does_to_an_episode_no_other_sees(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def score(messages): return len(messages.pop()['content'])\n")
+    score = make_term({"kind": "function", "path": "rewards.py:score"}, Setting("answer", 8, str(tmp_path)))
+    sample = GradeRequest(0, "", {}, "", 1, episode={"messages": [{"content": "a"}, {"content": "four"}]})
+    assert [score(sample), score(sample)] == [4, 4]
+
+
 def test_an_answer_without_a_value_is_no_zero() -> None:
     with pytest.raises(ValueError, match="no value"):
         value({"kind": "math_verify"}, "1", "none at all")
