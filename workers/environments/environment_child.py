@@ -163,7 +163,7 @@ class Session:
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         match message["do"]:
             case "reset":
-                return {"content": self._reset(message["row"], message["seed"])}
+                return {"content": self._reset(message["row"], message["seed"], message["messages"])}
             case "call":
                 return self._call(message["name"], message["arguments"])
             case "step":
@@ -180,14 +180,12 @@ class Session:
         """Return what a call returned, after it was awaited where it is async."""
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
-    def _reset(self, row: Mapping[str, Any], seed: int) -> Any:
+    def _reset(self, row: Mapping[str, Any], seed: int, prompt: list[Any]) -> Any:
         _seed_generators(seed)
         if self._loaded.kind is None:
             return None
         self._instance = self._loaded.kind()
         if not hasattr(self._instance, "reset"):  # SkyRL-Gym's `init` is given the prompt, and returns it
-            prompt = row.get("messages", row.get("prompt"))
-            prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             content = first(self._finish(self._instance.init(prompt)))
             return as_content((content[len(prompt) :] or None) if content[: len(prompt)] == prompt else content)
         reset = self._instance.reset

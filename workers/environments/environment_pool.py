@@ -170,9 +170,11 @@ class Environment:
         self.folder = pool.new_folder()
         self._closed = False
 
-    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begin an episode with a row of the data. Raises EnvironmentLost, as all that follow."""
-        content: Observation = (await self._ask({"do": "reset", "row": dict(row), "seed": seed}))["content"]
+    async def reset(self, row: Mapping[str, Any], seed: int, messages: Sequence[Mapping[str, Any]] = ()) -> Observation:
+        """Begin an episode with a row of the data, whose prompt is `messages`. Raises EnvironmentLost, as all that
+        follow."""
+        asked = {"do": "reset", "row": dict(row), "seed": seed, "messages": list(messages)}
+        content: Observation = (await self._ask(asked))["content"]
         return content
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> EnvironmentReply:

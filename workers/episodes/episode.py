@@ -92,9 +92,11 @@ class Episode:
 
     async def _play(self, environment: Environment) -> StopReason:
         messages, answer = self.trajectory.messages, self._step if self.described.mode == "text" else self._use_tools
-        messages += begun(self.task.messages, await self._call(environment.reset(self.task.values, self.task.seed)))
-        row = self.task.messages
-        self._of_row = len(row) - (messages[: len(row)] != [*row])  # what `reset` adds to a message is not the data's
+        task = self.task
+        reset = environment.reset(task.values, task.seed, task.messages)
+        messages += begun(task.messages, await self._call(reset))
+        row = len(task.messages)
+        self._of_row = row - (messages[:row] != [*task.messages])  # what `reset` adds to a message is not the data's
         number = self._branch(messages)
         while True:
             before = [*messages]

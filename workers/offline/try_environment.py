@@ -91,7 +91,8 @@ class EnvironmentTrial:
         if self.row is not None and described.mode != "agent":
             environment = await pool.open()
             try:
-                messages = begun(self.row["messages"], await environment.reset(self.row["values"], self.config.seed))
+                asked = self.row["messages"]
+                messages = begun(asked, await environment.reset(self.row["values"], self.config.seed, asked))
                 self._doing = call.name if call else f"step({show(_STEP)})"
                 answer = await (environment.call(call.name, call.arguments) if call else environment.step(_STEP))
                 said = answer.text if isinstance(answer.text, list) else [{**replies[0], "content": answer.text}]

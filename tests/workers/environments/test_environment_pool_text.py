@@ -84,7 +84,8 @@ def episode(
     async def test(described: Described) -> tuple[Any, list[EnvironmentReply]]:
         assert (described.mode, described.tools) == ("text", ())
         environment = await pool.open()
-        content = await environment.reset(row, seed)
+        messages = row.get("messages", [{"role": "user", "content": "p"}])
+        content = await environment.reset(row, seed, messages)
         replies = [await environment.step(text) for text in texts]
         assert await environment.reward() is None
         await environment.close()

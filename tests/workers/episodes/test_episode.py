@@ -62,6 +62,13 @@ CODE = '''
         def get_reward(self):
             return self.final
 
+    class Init:
+        def init(self, prompt):
+            return [*prompt, {"role": "user", "content": f"after {len(prompt)}"}], {}
+
+        def step(self, action):
+            return {"observations": [], "reward": 1.0, "done": True}
+
     class Desk:
         def reset(self, first=None, final=0.0):
             self.done, self.final = False, final
@@ -237,7 +244,9 @@ class Stage:
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("users")
     file = written(folder, CODE)
-    setups = {"text": {"path": f"{file}:Talk"}, "tools": {"path": f"{file}:Desk"}, "agent": {"agent": f"{file}:agent"}}
+    classes = {"text": "Talk", "init": "Init", "tools": "Desk"}
+    setups = {mode: {"path": f"{file}:{name}"} for mode, name in classes.items()}
+    setups["agent"] = {"agent": f"{file}:agent"}
     codec = load_codec(str(BUILTIN_FOLDER / "tiny-chat"), trust_remote_code=False)
     with asyncio.Runner() as runner, renderer_of(codec) as renderer:
         gateway = Gateway()
@@ -327,6 +336,12 @@ def test_a_turn_that_the_environment_says_follows_the_model_s(stage: Stage) -> N
     (sample,) = found.samples
     assert stage.text(sample.tokens) == f"{BEGIN}a{END}\n<|im_start|>a\nmine{END}{user('on')}b{END}"
     assert stage.written(sample) == f"a{END}b{END}"
+
+
+def test_an_environment_s_init_is_given_the_conversation(stage: Stage) -> None:
+    """Whatever the column is called that the prompt comes from."""
+    found = stage.play("init", ["a" + END], {"question": "go"})
+    assert found.messages[:2] == [*ASKED, {"role": "user", "content": "after 1"}]
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 1}, {"max_episode_tokens": 40}])
