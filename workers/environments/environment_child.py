@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class Session:
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         match message["do"]:
             case "reset":
-                return {"content": self._reset(message["row"], message["seed"], message["messages"])}
+                return self._reset(message["row"], message["seed"], message["messages"])
             case "call":
                 return self._call(message["name"], message["arguments"])
             case "step":
@@ -180,16 +181,18 @@ class Session:
         """Return what a call returned, after it was awaited where it is async."""
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
-    def _reset(self, row: Mapping[str, Any], seed: int, prompt: list[Any]) -> Any:
+    def _reset(self, row: Mapping[str, Any], seed: int, prompt: list[Any]) -> dict[str, Any]:
         _seed_generators(seed)
         if self._loaded.kind is None:
-            return None
+            return {"content": None}
         self._instance = self._loaded.kind()
-        if not hasattr(self._instance, "reset"):  # SkyRL-Gym's `init` is given the prompt, and returns it
-            content = first(self._finish(self._instance.init(prompt)))
-            return as_content((content[len(prompt) :] or None) if content[: len(prompt)] == prompt else content)
+        if not hasattr(self._instance, "reset"):  # SkyRL-Gym's `init` is given the prompt, and returns what begins
+            content = as_content(first(self._finish(self._instance.init(deepcopy(prompt)))))
+            begin, rest = content[: len(prompt)], content[len(prompt) :]
+            is_all = isinstance(content, list) and begin not in ([], prompt)
+            return {"content": (rest or None) if begin == prompt else content, "is_all": is_all}
         reset = self._instance.reset
-        return as_content(first(self._finish(reset(**keywords(reset, {"seed": seed, **row})))))
+        return {"content": as_content(first(self._finish(reset(**keywords(reset, {"seed": seed, **row})))))}
 
     def _call(self, name: str, arguments: Any) -> dict[str, Any]:
         tool = self._tools.get(name)

@@ -168,13 +168,16 @@ class Environment:
     def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess) -> None:
         self._pool, self._process = pool, process
         self.folder = pool.new_folder()
+        self.replaces_prompt = False  # what `reset` returned is all of the conversation
         self._closed = False
 
     async def reset(self, row: Mapping[str, Any], seed: int, messages: Sequence[Mapping[str, Any]] = ()) -> Observation:
         """Begin an episode with a row of the data, whose prompt is `messages`. Raises EnvironmentLost, as all that
         follow."""
         asked = {"do": "reset", "row": dict(row), "seed": seed, "messages": list(messages)}
-        content: Observation = (await self._ask(asked))["content"]
+        answer = await self._ask(asked)
+        self.replaces_prompt = answer.get("is_all", False)
+        content: Observation = answer["content"]
         return content
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> EnvironmentReply:

@@ -93,8 +93,8 @@ class Episode:
     async def _play(self, environment: Environment) -> StopReason:
         messages, answer = self.trajectory.messages, self._step if self.described.mode == "text" else self._use_tools
         task = self.task
-        reset = environment.reset(task.values, task.seed, task.messages)
-        messages += begun(task.messages, await self._call(reset))
+        content = await self._call(environment.reset(task.values, task.seed, task.messages))
+        messages += begun(() if environment.replaces_prompt else task.messages, content)
         row = len(task.messages)
         self._of_row = row - (messages[:row] != [*task.messages])  # what `reset` adds to a message is not the data's
         number = self._branch(messages)

@@ -92,7 +92,8 @@ class EnvironmentTrial:
             environment = await pool.open()
             try:
                 asked = self.row["messages"]
-                messages = begun(asked, await environment.reset(self.row["values"], self.config.seed, asked))
+                content = await environment.reset(self.row["values"], self.config.seed, asked)
+                messages = begun(() if environment.replaces_prompt else asked, content)
                 self._doing = call.name if call else f"step({show(_STEP)})"
                 answer = await (environment.call(call.name, call.arguments) if call else environment.step(_STEP))
                 said = answer.text if isinstance(answer.text, list) else [{**replies[0], "content": answer.text}]

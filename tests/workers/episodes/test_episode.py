@@ -64,7 +64,10 @@ CODE = '''
 
     class Init:
         def init(self, prompt):
-            return [*prompt, {"role": "user", "content": f"after {len(prompt)}"}], {}
+            if prompt[-1]["content"] == "rewrite":
+                return [{"role": "user", "content": "other"}], {}
+            prompt.append({"role": "user", "content": f"after {len(prompt)}"})
+            return prompt, {}
 
         def step(self, action):
             return {"observations": [], "reward": 1.0, "done": True}
@@ -223,8 +226,8 @@ class Stage:
 
     def episode(self, mode: str, script: Script, row: Mapping[str, Any], **section: Any) -> Awaitable[Trajectory]:
         pool, described = self.pools[mode]
-        turn_tokens = section.pop("turn_tokens", 200)
-        task = Task(7, 2, 5, 1, False, 11, [1, 2], row, ASKED, "environment")
+        turn_tokens, asked = section.pop("turn_tokens", 200), section.pop("asked", ASKED)
+        task = Task(7, 2, 5, 1, False, 11, [1, 2], row, asked, "environment")
         chats = lambda tools: ChatTurns(self.codec, self.renderer, tools)  # noqa: E731
         what = task, EnvironmentSection(**section), described, chats, script, turn_tokens
         return (AgentEpisode(*what, self.gateway) if described.mode == "agent" else Episode(*what)).run(pool)
@@ -342,6 +345,11 @@ def test_an_environment_s_init_is_given_the_conversation(stage: Stage) -> None:
     """Whatever the column is called that the prompt comes from."""
     found = stage.play("init", ["a" + END], {"question": "go"})
     assert found.messages[:2] == [*ASKED, {"role": "user", "content": "after 1"}]
+
+
+def test_what_init_returns_in_place_of_the_prompt_is_the_conversation(stage: Stage) -> None:
+    found = stage.play("init", ["a" + END], {}, asked=[{"role": "user", "content": "rewrite"}])
+    assert stage.text(found.samples[0].tokens) == BEGIN.replace("go", "other") + "a" + END
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 1}, {"max_episode_tokens": 40}])
