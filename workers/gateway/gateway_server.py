@@ -130,6 +130,8 @@ class Gateway:
             return _refusal(wire, 405, f"/v1/{path} takes POST")
         try:
             body = await _body(request)
+            if key not in self._open:
+                raise web.HTTPUnauthorized(text="the episode is over")
             asked = replace(
                 wire.read(body),
                 seed=str(body.get("seed")),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import struct
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -320,6 +321,24 @@ def test_what_is_too_big_or_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
             assert content(await post(served, ASKED)) == "one"
             for _, writer in half:
                 writer.close()
+
+    asyncio.run(test())
+
+
+def test_a_body_that_comes_after_the_episode_asks_for_nothing() -> None:
+    async def test() -> None:
+        async with serving([f"one{END}"]) as served:
+
+            async def slow() -> AsyncIterator[bytes]:
+                yield b'{"messages": '
+                await asyncio.sleep(0.2)
+                served.gateway.shut(served.episode)
+                yield json.dumps(ASKED["messages"]).encode() + b"}"
+
+            url = f"{served.openai}/chat/completions"
+            async with aiohttp.ClientSession() as session, session.post(url, data=slow()) as response:
+                assert (response.status, "is over" in await response.text()) == (401, True)
+            assert not served.samples
 
     asyncio.run(test())
 
