@@ -33,8 +33,9 @@ _WRITES: tuple[Callable[[str], str], ...] = (str, str.strip, lambda text: json.d
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """Hold what the model sampled, read. `text`: all of it but `stop`, the special token that ended it; None: a limit
-    did, or, of a turn that is `finished`, text. `error`: why a tool call in it cannot be read, for the model."""
+    """Hold what the model sampled, read. `text`: all of it but `stop`, the special token that ended it, and those with
+    which the template closes an answer before that; None: a limit did, or, of a turn that is `finished`, text.
+    `error`: why a tool call in it cannot be read, for the model."""
 
     message: dict[str, Any]
     text: str
@@ -56,10 +57,11 @@ class TurnProof:
 
 @dataclass(frozen=True)
 class _ReplyStyle:
-    """How replies of a role are written: the token that ends the turn before, what becomes of their contents, and
-    whether everything before them stays as it was."""
+    """How replies of a role are written: the token that ends the turn before, special ones that stand before that, what
+    becomes of their contents, and whether everything before them stays as it was."""
 
     end: int
+    closing: Sequence[int]
     write: Callable[[str], str]
     keeps_history: bool
 
@@ -117,7 +119,10 @@ class ChatTurns:
     def read(self, tokens: Sequence[int], *, finished: bool = True) -> AssistantTurn:
         """Read what was sampled. A special token at its end is taken for what ended it, if that is no limit."""
         stop = tokens[-1] if finished and tokens and tokens[-1] in self._special else None
-        text = self._text(tokens if stop is None else tokens[:-1])
+        said = tokens if stop is None else tokens[:-1]
+        while stop is not None and said and said[-1] in self._style("user").closing:
+            said = said[:-1]
+        text = self._text(said)
         thought, closed, rest = text.rpartition("</think>")
         found = self._format.parse(rest, self._schemas) if self._format else ParsedCalls(rest)
         if len(found.calls) > 1 and not self._parallel:
@@ -240,12 +245,13 @@ class ChatTurns:
             raise self._fault(f"rewrites what the assistant or a reply of role {role} says")
         # What ends an answer ends a call, though another special token may stand before it.
         ends = [token for token in self._encode([gap]) if token in self._special]
-        end = next((style.end for style in self._styles.values() if style.end in ends), ends[0] if ends else None)
+        usual = (*(style.end for style in self._styles.values()), self._codec.end_id)
+        end = next((token for token in usual if token in ends), ends[0] if ends else None)
         closed = self._renderer.render([*_ASKED, turn], begins_answer=False, tools=self._tools).rpartition(last)[2]
         if end is None or self._text([end]) not in closed:
             raise self._fault("ends the assistant's turn with no token of its own")
         keeps = thought.startswith(self._asked) and (not self._thought or f"{self._mark}thought" in thought)
-        return _ReplyStyle(end, write, keeps)
+        return _ReplyStyle(end, ends[: ends.index(end)], write, keeps)
 
     # ── tokens ────────────────────────────────────────────────────────────────────────────────────
 

@@ -549,6 +549,17 @@ def test_thinking_that_the_prompt_opens(template: str) -> None:
         assert text_of(codec, tokens) == by_transformers(codec, [*ASKED, turn.message, *replies])
 
 
+def test_a_special_token_that_closes_an_answer_is_not_its_end() -> None:
+    """As Cohere's: the sampler stops behind it, at the end of sequence."""
+    closes = broken(" + m.content + ", " + m.content + ('<|close|>' if m.role == 'assistant' else '') + ", QWEN25)
+    with conversation(closes, special=(*IM, "<|close|>"), tools=()) as (chat, codec):
+        sampled = ids_of(codec, "Yes.<|close|><|im_end|>")
+        turn, replies = chat.read(sampled), [{"role": "user", "content": "And?"}]
+        assert (turn.message["content"], text_of(codec, [chat.answer_end[0]])) == ("Yes.", "<|im_end|>")
+        tokens = [*chat.prompt(ASKED), *sampled, *chat.suffix(ASKED, turn, replies)]
+        assert text_of(codec, tokens) == by_transformers(codec, [*ASKED, turn.message, *replies], None)
+
+
 def test_other_special_tokens_within_a_turn_do_not_end_it() -> None:
     with conversation(QWEN25, special=(*IM, *TAGS), plain=()) as (chat, codec):
         assert text_of(codec, chat.prove(ASKED, CALL, "3").turn_ids[-1:]) == "<|im_end|>"
