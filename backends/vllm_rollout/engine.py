@@ -267,20 +267,21 @@ class VllmRolloutEngine(SyncedSampler):
 
     @contextlib.contextmanager
     def _open_ones_wait(self, batch: Batch) -> Iterator[None]:
-        """Keep the open requests, which are drawn at another temperature, out of vLLM's batches. They keep their
-        blocks, unless `batch` finds too few beside them: then they are computed again."""
+        """Keep the open requests, which are drawn at another temperature, out of vLLM's batches. They keep their places
+        in the worker, and their blocks, unless `batch` finds too few beside them: then they are computed again."""
         scheduler = self._scheduler
         if self._open:
             groups = len(scheduler.kv_cache_config.kv_cache_groups)
             needed = groups * sum(length // scheduler.block_size + 2 for length in batch["length_B"].tolist())
             if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < needed:
                 self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
-        held = scheduler.running, scheduler.waiting
+        held = scheduler.running, scheduler.waiting, scheduler.max_num_active_reqs
         scheduler.running, scheduler.waiting = [], type(scheduler.waiting)()
+        scheduler.max_num_active_reqs = scheduler.max_num_running_reqs - len(held[0])
         try:
             yield
         finally:
-            scheduler.running, scheduler.waiting = held
+            scheduler.running, scheduler.waiting, scheduler.max_num_active_reqs = held
 
     @contextlib.contextmanager
     def _logits_over(self, temperature: float) -> Iterator[None]:

@@ -134,7 +134,9 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
         "tensor_parallel_size": table.tensor_parallel,
         "gpu_memory_utilization": table.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_GiB is None else int(kv_cache_GiB * GIB),
-        "max_num_seqs": table.max_sequences,
+        # The worker keeps the place of each request that waits, and `score` needs another one.
+        "max_num_seqs": table.max_sequences + 1,
+        "max_num_active_seqs": table.max_sequences,
         # vLLM's CPU kernels do not give the states inside a prompt that its cache wants.
         "enable_prefix_caching": table.prefix_caching and not (on_cpu and model.carries_state),
         "enforce_eager": on_cpu if table.enforce_eager is None else table.enforce_eager,

@@ -150,6 +150,15 @@ class Server:
         core = self.engine.llm.llm_engine.engine_core.engine_core
         return {"idle": not core.scheduler.has_requests() and not core.batch_queue}
 
+    def places(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """Tell how many requests the worker holds, and for how many it is made."""
+
+        def count(worker: Any) -> tuple[int, int]:
+            return len(worker.model_runner.requests), worker.scheduler_config.max_num_seqs
+
+        ((held, most),) = self.engine.llm.collective_rpc(count)
+        return {"held": held, "most": most}
+
     def sleep(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.sleep(body["level"])
         return {}

@@ -14,10 +14,11 @@ import pytest
 import torch
 from families import FAMILIES
 from numpy.typing import NDArray
-from rollout_helpers import answer, make_prompts, rollout_config
+from rollout_helpers import answer, give_weights, make_prompts, rollout_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, needs_vllm, shared_folder
 
+from backends.completions import Completions
 from backends.protocol import WeightSpec
 from backends.vllm_rollout.read_back import checksum_of, word_sum_of
 from backends.vllm_rollout.worker import CopiesFrom, Piece, SummedPiece
@@ -254,6 +255,24 @@ def test_copies_out_of_one_window_are_told_apart() -> None:
         [([2.0, 3.0], 2)],
         [([9.0, 10.0, 11.0], 5), ([4.0], 0)],
     ]
+
+
+def test_a_probe_finds_a_place_beside_open_requests(process: VllmProcess) -> None:
+    """vLLM's model runner on GPUs has a fixed number of places, and ends for want of one."""
+    engine = RemoteVllm(process, rollout_config(shared_folder(), "vllm", keep_cache=True, max_sequences=4))
+    give_weights(engine)
+    engine.add(Completions(make_prompts(3, 2), Sampling(seed=3, max_response_tokens=30), lambda part: None).requests())
+    for _ in range(4):
+        engine.step()
+    engine.suspend()
+    give_weights(engine, seed=1)
+    probe = make_prompts(2, 2, longest=16)
+    scored_T = engine.score(probe, 0.5)
+    places, _ = process.call("places")
+    assert 4 < places["held"] <= places["most"]
+    while engine.open_requests:
+        engine.step()
+    np.testing.assert_allclose(engine.score(probe, 0.5), scored_T, atol=1e-4)
 
 
 # ── on a GPU ──────────────────────────────────────────────────────────────────────────────────────
