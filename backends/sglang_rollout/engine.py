@@ -114,9 +114,10 @@ class SglangRolloutEngine(SyncedSampler):
             reply = self._post("/update_weights_from_disk", request)
             if not reply["success"]:
                 raise SyncError(f"the SGLang server did not load the weights: {reply['message']}")
+            hashes = self._hashes()  # of all ranks: the reply to a load is that of the first, and others may still read
         finally:
             self._drop_folder()
-        self._fingerprints.check(folder.checksums, self._hashes())
+        self._fingerprints.check(folder.checksums, hashes)
 
     def _hashes(self) -> tuple[Mapping[str, str], ...]:
         return rank_hashes(self._post("/weights_checker", {"action": "checksum"}))

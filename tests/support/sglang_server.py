@@ -9,6 +9,7 @@ missing key, an order that would crash SGLang are errors.
 SGLANG_TEST_FAULT names holds what is wrong with it at the moment, if anything:
 
     stale:NAME      does not load the weight NAME
+    late-rank       is a rank that loads after another one has answered, and before all ranks meet in a checksum
     packed-head     computes with a copy of the head that a load does not fill
     slow:TOKEN      does not answer prompts that begin with TOKEN, for a minute or until it is mended
     version:X       says that it is version X
@@ -80,6 +81,7 @@ class Model:
         self.cache: dict[tuple[int, ...], torch.Tensor] = {}
         self.random = np.random.default_rng(args.random_seed)
         self.head: torch.Tensor | None = None
+        self.late: list[tuple[str, str, bool]] = []
 
     @property
     def fault(self) -> str:
@@ -275,13 +277,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def _update(self, body: dict[str, Any]) -> dict[str, Any]:
         _fields(body, {"model_path", "load_format", "flush_cache"}, {"model_path"})
-        self.model.load(body["model_path"], body.get("load_format") or "auto", body.get("flush_cache", True))
+        load = (body["model_path"], body.get("load_format") or "auto", body.get("flush_cache", True))
+        if self.model.fault == "late-rank":
+            self.model.late.append(load)
+        else:
+            self.model.load(*load)
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def _hashes(self, body: dict[str, Any]) -> dict[str, Any]:
         _fields(body, {"action"}, {"action"})
         if body["action"] != "checksum":
             raise Refused(f"Unsupported action={body['action']!r}")
+        while self.model.late:
+            self.model.load(*self.model.late.pop())
         hashes = self.model.hashes()
         overall = hashlib.sha256("".join(f"{k}{v}" for k, v in sorted(hashes.items())).encode()).hexdigest()
         rank = {

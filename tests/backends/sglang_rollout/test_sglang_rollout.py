@@ -128,6 +128,13 @@ def test_no_copy_of_the_weights_outlives_the_role_or_the_sync(folder: Path, tmp_
     assert engine._folder is None
 
 
+def test_weights_stay_until_all_ranks_of_the_server_have_read_them(engine) -> None:
+    """SGLang answers for its first rank, which waits for no other."""
+    with fault("late-rank"):
+        give_weights(engine, seed=1)
+    assert engine._folder is None
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
 def test_a_tensor_that_the_server_did_not_load_is_named(engine, name) -> None:
     with fault(f"stale:{name}"), pytest.raises(SyncError, match=f"{name} .*still the old one"):
