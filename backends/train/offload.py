@@ -14,7 +14,8 @@ class Offloader:
     """Moves tensors off the device and back, leaving every view of their storage intact.
 
     Each tensor must fill its storage. An offloaded one keeps its shape, but the storage is emptied. On CPU there is
-    nowhere to go: only what `drop` names is let go of (and comes back as zeros).
+    nowhere to go: only what `drop` names is let go of (and comes back as zeros), but for what a library pinned there,
+    which cannot be.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,8 @@ class Offloader:
             self._offloaded.append((tensor, pieces, nbytes))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._offloaded += [(tensor, None, tensor.untyped_storage().nbytes()) for tensor in drop]
+        storages = ((tensor, tensor.untyped_storage()) for tensor in drop)
+        self._offloaded += [(tensor, None, storage.nbytes()) for tensor, storage in storages if storage.resizable()]
         for tensor, _, _ in self._offloaded:
             tensor.untyped_storage().resize_(0)
 

@@ -214,3 +214,21 @@ def test_engines_of_several_ranks(tmp_path: Path, case: str) -> None:
     assert on_device.norms() == pytest.approx(on_cpu.norms(), rel=close, abs=close)
     assert farthest(on_device.weights, on_cpu.weights) <= close
     assert close or on_device.ranks == on_cpu.ranks
+
+
+@on_simulated_device
+def test_gradients_that_deepspeed_pins_stay_in_host_memory(tmp_path: Path) -> None:
+    """Pinned memory has no other size. Where they would be let go of on the CPU, they are left where they are."""
+    if "zero3 offload" not in sharded_worker.CASES:
+        pytest.skip("DeepSpeed is not installed")
+    job = {"case": "zero3 offload", "out": str(tmp_path / "one"), "device": "cuda"}
+    engine: Any = sharded_worker.run(write_model(tmp_path / "model", QWEN2), job, Rank())
+    (gradients,) = engine.parts.gradient_tensors()
+    assert gradients.is_pinned()
+    batch = make_batch(3)
+    before_T = engine.forward(batch)
+    for _ in range(2):
+        engine.offload()
+        engine.onload()
+        assert engine.forward(batch).tolist() == before_T.tolist()
+    engine.close()
