@@ -138,6 +138,7 @@ class ZeroTrainEngine(HfTrainEngine):
         norm, skipped = float(self.deepspeed.get_global_grad_norm()), bool(self.deepspeed.optimizer.overflow)
         if skipped:
             self.state.skipped_steps += 1
+            self.deepspeed.optimizer.averaged_gradients.clear()  # stage 2 would add to what an offload keeps there
         else:
             self.state.optimizer_steps += 1
         return StepResult(norm, lr, skipped)

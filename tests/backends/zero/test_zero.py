@@ -9,11 +9,13 @@ import pytest
 import torch
 from gpu import on_cpu_and_gpu
 from optional import skip_without
+from sharded_worker import bad_step
 from train_helpers import QWEN2, build_engine, largest_gap, learn, train_config, weights_of, write_model
 
 from backends.protocol import Rank
 from backends.registry import train_engine
 from backends.train.role_group import device_index
+from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.zero_table import ZeroTable
 from specs.schema.role_section import Lora
 
@@ -56,4 +58,17 @@ def test_adapters_compute_in_bf16_as_those_of_other_engines(tmp_path: Path, stag
     assert engine.built().dtype == planned.model.dtype == "bf16"
     assert largest_gap(weights_of(engine, form="apart"), weights_of(ddp, form="apart")) == 0
     assert learn(engine, 2) == pytest.approx(learn(ddp, 2), rel=1e-3)
+    engine.close()
+
+
+@pytest.mark.parametrize("table", [{}, {"offload_optimizer": True}])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_skipped_step_leaves_no_gradient_to_the_next(tmp_path: Path, stage: int, table: dict[str, bool]) -> None:
+    folder = write_model(tmp_path / "model", QWEN2)
+    config = train_config(folder, model={"dtype": "bf16"}, engine=ZeroTable(stage=stage, **table))
+    engine, ddp = build_engine(config), build_engine(config.model_copy(update={"engine": DdpTable()}))
+    for each in (engine, ddp):
+        assert bad_step(each, Rank())
+    assert learn(engine, 2) == pytest.approx(learn(ddp, 2), rel=1e-3)
+    assert largest_gap(weights_of(engine), weights_of(ddp)) < 1e-5
     engine.close()
