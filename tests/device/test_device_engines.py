@@ -18,10 +18,12 @@ from simulated_device.walk import walk
 from train_helpers import (
     QWEN2,
     build_engine,
+    grpo,
     learn,
     make_batch,
     make_units,
     objective,
+    scale_of,
     train_config,
     unit_scale,
     weights_of,
@@ -30,8 +32,11 @@ from train_helpers import (
 
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
+from rlctl.models.model_tensors import tensors_of_config
 from specs.schema.engines.fsdp2_table import Fsdp2Table
-from specs.schema.role_section import Lora
+from specs.schema.engines.held_model import HeldTrainer
+from specs.schema.engines.zero_table import ZeroTable
+from specs.schema.role_section import DType, Lora, Optimizer
 from specs.wire.role_config import Sampling
 
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -231,4 +236,24 @@ def test_gradients_that_deepspeed_pins_stay_in_host_memory(tmp_path: Path) -> No
         engine.offload()
         engine.onload()
         assert engine.forward(batch).tolist() == before_T.tolist()
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@on_simulated_device
+def test_gradients_of_an_offloaded_optimizer_lie_where_the_plan_has_them(tmp_path: Path, dtype: DType) -> None:
+    """In bf16 DeepSpeed sums them in fp32 on the device, whatever takes the step on the host."""
+    if "zero2" not in sharded_worker.CASES:
+        pytest.skip("DeepSpeed is not installed")
+    table, given = ZeroTable(stage=2, offload_optimizer=True), {"dtype": dtype, "device": "cuda"}
+    config = train_config(write_model(tmp_path / "model", QWEN2), engine=table, model=given)
+    engine: Any = build_engine(config)
+    batch = make_batch(3)
+    engine.forward_backward(batch, grpo(), scale_of(batch))
+    held = sum(gradient.nbytes for gradient in engine.parts.gradient_tensors() if gradient.is_cuda)
+    tensors = tensors_of_config(QWEN2)
+    assert tensors is not None
+    planned = list(table.memory(HeldTrainer(tensors, dtype, 1, "cuda", Optimizer())))
+    assert held == sum(part.nbytes for part in planned if part.name == "gradients" and not part.host)
+    engine.optim_step()
     engine.close()

@@ -141,7 +141,8 @@ def _zero12(held: HeldTrainer, engine: ZeroTable, config: dict[str, Any]) -> Ite
     yield state("weights", (elements(held.frozen) + whole) * size)
     yield state("master weights", mine * FP32_BYTES, host=host)
     gradients = whole if engine.stage == 1 else mine
-    yield Part("gradients", gradients * FP32_BYTES, LEARNING, exact=True, host=host and engine.stage == 2)
+    on_host = host and engine.stage == 2 and held.dtype == "fp32"  # sums in another dtype than its own stay
+    yield Part("gradients", gradients * FP32_BYTES, LEARNING, exact=True, host=on_host)
     yield state("Adam moments", mine * ADAM_BYTES, host=host)
     yield Part("reduce bucket", _bucket(config), LEARNING, exact=True)
     yield Part("gradients of this rank, flat", mine * FP32_BYTES, frozenset({"optimizer"}), host=host)
