@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shlex
 import shutil
 import tempfile
@@ -64,15 +65,12 @@ def _name_the_spec(run: Path) -> str:
     return f"name the spec: {commands}, with the --set that the run was started with"
 
 
-_made: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
-
-
 def spec_source(named: Path, *, resume: bool) -> SpecSource:
     """Find the spec in a file, or, at a resume, in a run directory: that of its newest attempt. Raises UsageError or
     RunDirError."""
     if named.is_fifo():  # such as a shell's <(…), which can be read once
-        _made.append(made := tempfile.TemporaryDirectory(prefix="rlctl-spec-"))
-        kept = Path(made.name, "spec.toml")
+        kept = Path(tempfile.mkdtemp(prefix="rlctl-spec-"), "spec.toml")
+        atexit.register(shutil.rmtree, kept.parent, ignore_errors=True)
         kept.write_bytes(named.read_bytes())
         return SpecSource(kept, named.absolute().parent)
     if not (named / "resolved.json").is_file():
