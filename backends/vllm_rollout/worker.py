@@ -185,17 +185,12 @@ class WorkerExtension:
         mode."""
         released: dict[str, ReleasedCache | ReleasedWeights] = self.__dict__.setdefault("_rlctl_released", {})
         assert tag not in released, f"{tag} was released twice"
-        weights = self.get_model().parameters()
-        released[tag] = ReleasedCache(self._kv_tensors()) if tag == "kv_cache" else ReleasedWeights(weights)
+        weights, cache = self.get_model().parameters(), self.model_runner.kv_caches
+        released[tag] = ReleasedCache(cache) if tag == "kv_cache" else ReleasedWeights(weights)
 
     def rlctl_reclaim(self, tag: str) -> None:
         """Give the tensors of `tag` memory again. What was in it is gone."""
         self.__dict__["_rlctl_released"].pop(tag).restore()
-
-    def _kv_tensors(self) -> Iterable[Tensor]:
-        for layer in self._attention_layers():
-            yield from _tensors(layer.kv_cache)
-        yield from _tensors(self.model_runner.kv_caches)
 
     def _attention_layers(self) -> list[Any]:
         layers = self.vllm_config.compilation_config.static_forward_context.values()
@@ -290,15 +285,6 @@ def _wire_tensor(dtype: str, shape: tuple[int, ...], buffer: Tensor | NDArray[np
     if not isinstance(buffer, Tensor):
         buffer = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
     return typed(buffer, torch_dtype(dtype)).view(shape)
-
-
-def _tensors(held: Any) -> Iterable[Tensor]:
-    """Tensors of a cache: one, or lists of them."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, (list, tuple)):
-        for one in held:
-            yield from _tensors(one)
 
 
 def _count(model: nn.Module, padded: list[Any]) -> int:
