@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,8 +146,7 @@ class Episode:
             self.trajectory.tool_calls += 1
             reply = await self._call(environment.call(call.name, call.arguments))
             self._count(reply)
-            text = reply.text if isinstance(reply.text, str) else json.dumps(reply.text)
-            replies.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
+            replies.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply.text})
             if reply.done:
                 return replies, "tool_stopped"
         return replies, None if turn.calls else "completed"
