@@ -32,7 +32,9 @@ class OpenAICompletions(OpenAIWire):
     def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
         total = reply.prompt_tokens + reply.completion_tokens
         usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
-        return {**_body(reply.id, request, reply.content, reply.finish), "usage": {**usage, "total_tokens": total}}
+        choice = {"index": 0, "text": reply.content, "finish_reason": reply.finish, "logprobs": None}
+        head = {"id": f"cmpl-{reply.id}", "object": "text_completion", "created": int(time.time())}
+        return {**head, "model": request.model, "choices": [choice], "usage": {**usage, "total_tokens": total}}
 
     def begin(self, id_: str, request: ChatRequest) -> bytes:
         return b""
@@ -40,9 +42,3 @@ class OpenAICompletions(OpenAIWire):
     def events(self, reply: ChatReply, request: ChatRequest) -> Iterator[bytes]:
         yield data_event(self.write(reply, request))
         yield b"data: [DONE]\n\n"
-
-
-def _body(id_: str, request: ChatRequest, text: str, finish: str | None) -> dict[str, Any]:
-    choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
-    head = {"id": f"cmpl-{id_}", "object": "text_completion", "created": int(time.time()), "model": request.model}
-    return {**head, "choices": [choice]}
