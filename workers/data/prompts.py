@@ -73,17 +73,12 @@ class PromptTable(DroppedRows):
             str(row): {
                 "where": self.wheres[row],
                 "prompt": self.prompts[row],
-                "values": _plain(self.rows[row], columns),
-                **({} if conversation is None else as_json(conversation(self.rows[row]))),
+                "values": as_json({name: one for name, one in values.items() if columns is None or name in columns}),
+                **({} if conversation is None else as_json(conversation(values))),
             }
             for row in sorted(set(row_B.tolist()))
+            for values in [self.rows[row]]
         }
-
-
-def _plain(values: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
-    kept = values if columns is None else {name: values[name] for name in columns if name in values}
-    plain: dict[str, Any] = as_json(kept)
-    return plain
 
 
 def as_json(value: Any) -> Any:
