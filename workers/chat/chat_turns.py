@@ -123,7 +123,8 @@ class ChatTurns:
         while stop is not None and said and said[-1] in self._style("user").closing:
             said = said[:-1]
         text = self._text(said)
-        thought, closed, rest = text.rpartition("</think>")
+        thought, closed, rest = text.partition("</think>")
+        thought, rest = (thought, rest) if closed else ("", text)
         found = self._format.parse(rest, self._schemas) if self._format else ParsedCalls(rest)
         if len(found.calls) > 1 and not self._parallel:
             found = ParsedCalls(rest, error="Only one tool can be called in a turn: call them one after another.")
@@ -298,8 +299,8 @@ class ChatsByTools:
 
 def split_thought(text: str) -> tuple[str, str]:
     """Return what the model thought and what it said, of a text that may hold both."""
-    thought, closed, said = text.rpartition("</think>")
-    return thought.rpartition("<think>")[2].strip("\n"), said.lstrip("\n") if closed else said
+    thought, closed, said = text.partition("</think>")
+    return (thought.rpartition("<think>")[2].strip("\n"), said.lstrip("\n")) if closed else ("", text)
 
 
 def _joined(pieces: Sequence[str], write: Callable[[str], str]) -> str:

@@ -227,7 +227,7 @@ class AgentEpisode(Episode):
         if parent is not None and parent.sample != turn.sample:
             before, now = (samples[one.sample].tokens[:reused] for one in (parent, turn))
             reused = reused if before == now else 0  # the template has rewritten what was said
-        if turn.request.prompt is None:
+        if turn.request.prompt is None and "reasoning_content" not in read.message:
             thought, content = split_thought(content)
         return ChatReply(
             id=turn.id,

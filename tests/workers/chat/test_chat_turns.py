@@ -549,6 +549,15 @@ def test_thinking_that_the_prompt_opens(template: str) -> None:
         assert text_of(codec, tokens) == by_transformers(codec, [*ASKED, turn.message, *replies])
 
 
+def test_what_names_the_end_of_thinking_is_no_thought() -> None:
+    with conversation(QWEN3, plain=THINK) as (chat, codec):
+        turn = chat.read(
+            ids_of(codec, FIRST + '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>')
+        )
+        assert [call.arguments for call in turn.calls] == [{"a": "</think>"}]
+        assert turn.message["reasoning_content"] == "Two sums."
+
+
 def test_a_special_token_that_closes_an_answer_is_not_its_end() -> None:
     """As Cohere's: the sampler stops behind it, at the end of sequence."""
     closes = broken(" + m.content + ", " + m.content + ('<|close|>' if m.role == 'assistant' else '') + ", QWEN25)

@@ -131,6 +131,15 @@ def written(chance: random.Random) -> str:
     return thought + chance.choice([f"Yes {chance.random()}.{END}", f"Yes.{END}", *calls])
 
 
+def test_an_answer_that_names_the_end_of_thinking_is_whole() -> None:
+    async def test() -> None:
+        async with serving([f"<think>\nhm\n</think>\n\nWrite </think> behind it.{END}"]) as served:
+            reply = await served.episode.ask(WIRE.read({"messages": [asked(TASK)]})).reply
+            assert (reply.reasoning, reply.content) == ("hm", "Write </think> behind it.")
+
+    asyncio.run(test())
+
+
 def test_ids_of_all_that_is_learned_are_those_that_were_sampled() -> None:
     """Over many trees of requests: in each sample every turn stands behind its prompt, token by token, and each that
     arrived is on the loss mask of exactly one."""
