@@ -26,6 +26,8 @@ _VARIABLE = re.compile(r"\$(?:([A-Z_][A-Z0-9_]*)\b|\{(\w+)\})")
 
 def usable_path(path: str) -> str:
     """Return `path`, if the file system can be asked about it. Raises PydanticCustomError."""
+    if "\0" in path:
+        raise unusable("holds the character NUL, which no path does", "write the path without \\u0000")
     if path.startswith("~") and os.path.expanduser(path) == path:
         user = path.partition("/")[0]
         raise unusable(f"this machine has no user {user[1:]!r}", f"write the path without {user}")
