@@ -193,8 +193,8 @@ class SweepTable:
 
 
 def _worth(found: Outcome) -> float:
-    """Return a number that is higher for a better run."""
-    if found.score is None:
+    """Return a number that is higher for a better run; lowest where it took no step: its score is of the beginning."""
+    if found.score is None or not found.step:
         return -math.inf
     return -found.score if found.falls else found.score
 

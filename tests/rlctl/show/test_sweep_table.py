@@ -63,6 +63,16 @@ def test_the_best_stands_first_and_no_cell_is_cut(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_that_failed_before_its_first_step_is_not_the_best(tmp_path: Path) -> None:
+    """Its evaluation is of what every run began with."""
+    trials = [trial(a_run(tmp_path / "learned", [0.1], {1: 0.3}), lr="1e-6"), trial(tmp_path / "failed", lr="1")]
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "metrics.jsonl").write_text('{"step": 0, "eval/test/reward_mean": 0.5}\n')
+    table = table_of(tmp_path, ["lr"], trials)
+    assert text_of(table)[1:3] == [["1e-6", "0.300", "1/20", "done"], ["1", "0.500", "0/20", "done"]]
+    assert table.as_object()["runs"][0]["name"] == "learned"
+
+
 @pytest.mark.parametrize(("metric", "best"), [("reward_mean", "b"), ("loss", "a")])
 def test_the_best_of_an_evaluation_stands_first_also_where_steps_have_a_loss(
     metric: str, best: str, tmp_path: Path
