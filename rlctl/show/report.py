@@ -142,7 +142,7 @@ def _attempts(journal: Records, fork: dict[str, Any]) -> str:
 
 
 def _summary(records: Records, run: dict[str, Any]) -> str:
-    steps = [record for record in records if record["step"] > 0]
+    steps = [record for record in records if record["step"] > 0] or records  # `rlctl eval` of a model has none
     if not steps:
         return note("No step has ended yet.")
     spent = sum(drawable(record.get("time/wall_s") or record.get("time/step_s")) or 0.0 for record in steps)

@@ -204,6 +204,13 @@ def test_the_page_says_how_the_run_ended(tmp_path: Path, end: dict | None, runni
     assert ('http-equiv="refresh"' in source) is ('data-refresh="15"' in source) is running
 
 
+def test_an_evaluation_before_the_first_step_is_shown(tmp_path: Path) -> None:
+    """All that there is where `rlctl eval` measured a model."""
+    assert "No step has ended yet." in render(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/reward_mean": 0.25}\n')
+    assert "<dt>eval heldout</dt><dd>0.250 → 0.250</dd>" in render(tmp_path)
+
+
 def test_attempts_and_forks_are_listed(tmp_path: Path) -> None:
     fill(tmp_path, 3)
     for attempt, outcome in ((1, "failed"), (2, "done")):
