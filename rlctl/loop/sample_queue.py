@@ -108,10 +108,6 @@ class SampleQueue:
         return self.spec.rollout.max_staleness
 
     @property
-    def in_flight(self) -> bool:
-        return self.spec.rollout.in_flight
-
-    @property
     def cursor(self) -> int:
         """The data cursor after the last batch that was trained on."""
         return self.line[0].start if self.line else self.position
@@ -125,7 +121,7 @@ class SampleQueue:
         there is more to draw. After the last step too: what the run ends with is verified. Always, where they reach
         what is being drawn."""
         newest, steps = self.newest(done), self.spec.run.steps
-        return self.in_flight or (newest <= done + 1 and (newest < steps or done == steps))
+        return self.spec.rollout.in_flight or (newest <= done + 1 and (newest < steps or done == steps))
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -146,7 +142,7 @@ class SampleQueue:
     def wait_until_sampled(self) -> None:
         """Wait until nothing is being sampled, and nothing will be before weights are sent, unless they reach what
         is."""
-        for planned in () if self.in_flight else self.line:
+        for planned in () if self.spec.rollout.in_flight else self.line:
             if planned.generation is not None and planned.drawn is None:
                 if self.spec.algorithm.dynamic_sampling:
                     self._finish(planned)
@@ -186,7 +182,7 @@ class SampleQueue:
             self.line.append(Planned(batch_step, self.position, ends[index], generation))
             self.position = ends[index]
         if self.max_staleness and not self.spec.algorithm.dynamic_sampling:  # refills would move the cursor
-            next_batches = 1 if self.in_flight else self.max_staleness
+            next_batches = 1 if self.spec.rollout.in_flight else self.max_staleness
             self._request_prompts(min(next_batches, self.spec.run.steps - last), step)
 
     def _request_prompts(self, batches: int, step: int) -> None:
@@ -247,7 +243,7 @@ class SampleQueue:
         if not (self.max_staleness or dropped):
             return {}
         staleness_B = self.spec.weights_version(step - 1) - batch["version_B"]
-        versions = {"rollout/versions_mean": float(_versions_B(batch).mean())} if self.in_flight else {}
+        versions = {"rollout/versions_mean": float(_versions_B(batch).mean())} if self.spec.rollout.in_flight else {}
         return {
             **versions,
             "rollout/staleness_mean": float(staleness_B.mean()),
