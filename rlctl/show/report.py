@@ -170,8 +170,8 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
 
 
 def _first_and_last(records: Records, key: str, write: Callable[[float], str] = number) -> str:
-    series = points(records, key)
-    return f"{write(series[0][1])} → {write(series[-1][1])}" if series else ""
+    values = [y for _, y in points(records, key)]
+    return " → ".join(map(write, (values[0], values[-1]) if len(values) > 1 else values))
 
 
 def _failures(record: dict[str, Any]) -> float:
