@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from math import isfinite
 from operator import mul, sub, truediv
 from typing import Any, get_args
 
@@ -52,7 +53,7 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     made = Translation(recipe, name, {"run.recipe": source["recipe"], **source["set"]})
     defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, dict.fromkeys(given, True))}
     unlimited = {key: None for key in given if given[key] is None and _last(key) in source["defaults"]}
-    given = {key: value for key, value in {**given, **defaults}.items() if value not in (None, {})}
+    given = {key: _plain(value) for key, value in {**given, **defaults}.items() if value not in (None, {})}
     for key in [key for key, value in given.items() if (_last(key), value) == ("max_steps", -1)]:
         made.dropped[key] = (f"{key} = {given.pop(key)}", "epochs are counted")
     used: set[str] = set()  # their keys in formulas
@@ -126,6 +127,13 @@ def _in_order(given: Given, recipe: type[Spec]) -> list[tuple[str, ForeignKey | 
 
 
 # ── values ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _plain(value: Any) -> Any:
+    """Return the number that stands in quotes; an infinite one is left to a person, as what is computed."""
+    if isinstance(value, float) and not isfinite(value):
+        return Code(value)
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[str]) -> list[tuple[str, Any]] | None:

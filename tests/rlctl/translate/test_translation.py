@@ -332,6 +332,13 @@ def test_a_person_is_asked_where_a_value_is_computed_or_missing(tmp_path: Path) 
         assert made.notes[key][0].startswith(shown)
 
 
+def test_numbers_in_quotes_are_numbers_and_infinite_ones_a_persons(tmp_path: Path) -> None:
+    made = translated(tmp_path, "a.yaml", 'num_generations: "8"\nmax_steps: .inf\nlearning_rate: .nan')
+    assert made.values["algorithm.group_size"] == 8
+    assert any(note.startswith("max_steps = inf: ") for note in made.notes["run.steps"])
+    assert "actor.optimizer.lr" not in made.values
+
+
 def test_rewards_in_their_place_of_the_call_have_their_weights(tmp_path: Path) -> None:
     script = 'GRPOTrainer("m", [right, short], GRPOConfig(reward_weights=[1.0, 0.5], num_generations=8))'
     terms = translated(tmp_path, "a.py", script).values["reward.terms"]
