@@ -10,9 +10,8 @@ from typing import Any
 
 from rlctl.models.hub import Unavailable, hub_snapshot, look_up, offline
 from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
-from rlctl.models.paths import BUILTIN_FOLDER, model_folder
+from rlctl.models.paths import BUILTIN_FOLDER, model_folder, read_config
 from specs.errors import Problem, SpecError
-from specs.json_file import read_object
 from specs.model_facts import ModelFacts, merged_config, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.held_model import HeldTrainer, Replica
@@ -65,7 +64,7 @@ def _read_model(
     key: str, path: str, folder: Path, by_hand: str
 ) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
     try:
-        config = dict(merged_config(read_object(folder / "config.json")))
+        config = dict(merged_config(read_config(folder)))
     except ValueError as error:
         hint = f"sizes come from its config.json alone: {by_hand}"
         raise SpecError([Problem(key, f"config.json {error}", hint, show(path))]) from None

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.hub import HubModel, hub_model
-from rlctl.models.paths import builtin_models, not_found, resolve_model
+from rlctl.models.paths import builtin_models, not_found, read_config, resolve_model
 from rlctl.models.run_export import RunExport
 from rlctl.models.tokenizer_files import tokenizer_problems
 from rlctl.models.weight_files import AGAIN, no_weights, weight_problems
 from specs.errors import NotHere, Problem
-from specs.json_file import read_object
 from specs.load.keys import closest
 from specs.model_facts import LAYER_KINDS, merged_config, positions_of, tokens_of_one_rope
 from specs.schema.recipes import RowsSpec, sampling_of
@@ -106,14 +105,10 @@ class ModelCheck:
             self._wrong(f"no config.json in {folder}", hint)
             return
         try:
-            config = read_object(folder / "config.json")
+            self.config = dict(merged_config(read_config(folder)))
         except ValueError as error:
             self._wrong(f"config.json {error}", AGAIN)
             return
-        if not isinstance(config.get("model_type"), str):
-            self._wrong("config.json has no model_type", "it must be the config of a Hugging Face model")
-            return
-        self.config = dict(merged_config(config))
         if not self._heads_fit():
             return
         if self.key == "model.path" or not self._same_tokens:  # else it is compared with the actor's

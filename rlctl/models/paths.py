@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import specs
 from rlctl.models.hub import HubModel, hub_model
 from rlctl.models.run_export import NOTE, RunExport
 from specs.errors import NotHere, Problem
-from specs.json_file import read_or_empty
+from specs.json_file import read_object, read_or_empty
+from specs.model_facts import merged_config
+from specs.text import show
 
 BUILTIN_FOLDER = Path(specs.__file__).parent / "builtin"
 # First parts of a relative path that nobody means as an organisation on the hub.
@@ -76,7 +79,21 @@ def model_folder(path: str, spec_dir: Path) -> Path | None:
 def config_of(path: str, spec_dir: Path) -> dict[str, Any]:
     """Return a model's parsed `config.json`; empty where it cannot be read, which `ModelCheck` reports."""
     folder = model_folder(path, spec_dir)
-    return read_or_empty(folder / "config.json") if folder else {}
+    with suppress(ValueError):
+        return read_config(folder) if folder else {}
+    return {}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of a model folder. Raises ValueError with a predicate."""
+    config = read_object(folder / "config.json")
+    merged = merged_config(config)
+    if not isinstance(merged.get("model_type"), str):
+        raise ValueError("has no model_type, as that of a Hugging Face model has")
+    for name in ("architectures", "layer_types"):
+        if not isinstance(merged.get(name) or [], list):
+            raise ValueError(f"has {name} = {show(merged[name])}, where a list belongs")
+    return config
 
 
 def public_name(path: str) -> str:
