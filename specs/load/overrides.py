@@ -16,6 +16,7 @@ from specs.load.toml_file import dumped, written
 from specs.schema.recipes import spec_class
 from specs.schema.roles import ROLES
 from specs.schema.table import Table
+from specs.terminal import visible
 from specs.text import show
 
 
@@ -142,5 +143,5 @@ def as_run(text: str, overrides: Sequence[str]) -> str:
     apply_overrides(wanted, overrides)
     if wanted == before:
         return text
-    listed = "".join(f"# --set {line}\n" for override in overrides for line in override.splitlines())
+    listed = "".join(f"# --set {visible(line)}\n" for override in overrides for line in override.splitlines())
     return f"{listed}\n{dumped(wanted)}"

@@ -23,3 +23,8 @@ def test_what_is_set_stands_in_the_text_and_above_it() -> None:
     assert tomli.loads(text) == wanted
     assert text.startswith("# --set run.steps=7\n# --set algorithm.kind=gspo\n")
     assert as_run(text, []) == text
+
+
+def test_a_control_character_in_what_is_set_leaves_the_text_toml() -> None:
+    text = as_run(QUICKSTART, ["actor.env.COLOUR=\x1b[1m\x7f"])
+    assert tomli.loads(text)["actor"]["env"] == {"COLOUR": "\x1b[1m\x7f"}
