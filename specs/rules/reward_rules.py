@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -98,10 +99,15 @@ def _request(key: str, term: Judge) -> Iterator[Problem]:
         message = "does not name {completion}, so that the judge would not see what it judges"
         hint = single_braces(term.prompt) or "write {completion} where it goes"
         yield Problem(f"{key}.prompt", message, hint)
-    for name in _OURS:
-        if name in term.body:
+    for name, value in term.body.items():
+        if name in _OURS:
             hint = f"use {key}.model" if name == "model" else "take it out"
             yield Problem(f"{key}.body.{name}", "belongs to rlctl, which makes the request", hint)
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            hint = "write text, a finite number, true or false, a list or a table"
+            yield Problem(f"{key}.body.{name}", "a request is JSON, which has no such value", hint, show(value))
 
 
 def _judged_score(key: str, term: Judge) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import Url
@@ -130,7 +130,7 @@ class Judge(RewardTerm):
     number, or JSON with `score_key`."""
     score_key: str = ""
     """Key of the JSON object in the reply that holds the score."""
-    body: dict[NonEmpty, bool | int | float | str] = Field({"temperature": 0.0, "max_tokens": 512})
+    body: dict[NonEmpty, Any] = Field({"temperature": 0.0, "max_tokens": 512})
     """Add to the request; a table replaces this whole."""
     key_env: str = ""
     """Environment variable that holds the API key; empty: none is sent. The key itself is never written
