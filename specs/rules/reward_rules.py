@@ -80,7 +80,7 @@ def _section(spec: SamplingSpec) -> Iterator[Problem]:
 def _pattern(key: str, pattern: str, *, group: bool = False) -> Iterator[Problem]:
     try:
         groups = re.compile(pattern, re.DOTALL).groups
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         yield Problem(key, f"not a regular expression: {error}", _QUOTES)
         return
     if group and not groups:

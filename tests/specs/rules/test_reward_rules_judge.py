@@ -32,3 +32,10 @@ def test_lists_and_tables_reach_the_judge_as_they_are_written() -> None:
 @pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"a": date(2024, 1, 1)}])
 def test_what_json_does_not_hold_is_refused(value: Any) -> None:
     assert only_problem(spec({"seed": value})).key == "reward.terms.0.body.seed"
+
+
+@pytest.mark.parametrize("pattern", ["(a{99999999999999999999})", "(" * 5000 + ")" * 5000])
+def test_a_pattern_beyond_what_python_compiles_is_a_problem(pattern: str) -> None:
+    raw = spec({})
+    raw["reward"]["terms"][0]["score_pattern"] = pattern
+    assert only_problem(raw).key == "reward.terms.0.score_pattern"
