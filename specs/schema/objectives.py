@@ -5,9 +5,9 @@ An objective is a loss as it travels to a trainer. Its function is in `backends/
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from specs.schema.algorithms.algorithm import AnyLoss, LossAggregation, LossMetric
 
@@ -237,12 +237,6 @@ class Mixture(PairLoss):
     kind: Literal["mixture"] = "mixture"
     mixture: tuple[Annotated[_Pairs | Nll, Field(discriminator="kind")], ...] = Field(min_length=2)
     """Terms: each an objective with its keys, and a `weight`."""
-
-    @model_validator(mode="after")
-    def _of_pairs(self) -> Self:
-        if all(isinstance(term, Nll) for term in self.mixture):
-            raise ValueError("a mixture needs a loss of pairs beside nll")
-        return self
 
     @property
     def columns(self) -> tuple[str, ...]:

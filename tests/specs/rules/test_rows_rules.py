@@ -31,6 +31,7 @@ GENERATED = generated()
     [
         ({}, {}),
         ({"ref": {"model": "other"}}, {}),
+        ({"objective": {"mixture": [{"kind": "nll"}] * 2}}, {"objective.mixture": "no term that compares"}),
         ({"data": {"rows_per_step": 4, "max_tokens": 32}}, {"data.train": "missing"}),
         ({"data": {**DATA, "sets": [{"path": "a.jsonl"}]}}, {"data.train": "has no effect"}),
         ({"data": {**DATA, "split": "x"}}, {"data.split": "is not a hub data set"}),
