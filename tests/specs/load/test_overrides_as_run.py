@@ -15,6 +15,13 @@ def test_without_changes_not_a_byte_is_changed() -> None:
     assert as_run("[run]\nsteps = 10 # few\n", ["run.steps=10"]) == "[run]\nsteps = 10 # few\n"
 
 
+def test_one_layer_is_not_true_though_python_finds_them_equal() -> None:
+    text = "[actor]\ngradient_checkpointing = true\n"
+    kept = tomli.loads(as_run(text, ["actor.gradient_checkpointing=1"]))["actor"]["gradient_checkpointing"]
+    assert kept is not True
+    assert kept == 1
+
+
 def test_what_is_set_stands_in_the_text_and_above_it() -> None:
     overrides = ["run.steps=7", "algorithm.kind=gspo", "eval.every=3", "tracking=[{kind='tensorboard'}]"]
     text = as_run(QUICKSTART, overrides)
