@@ -76,12 +76,12 @@ def _assign(raw: dict[str, Any], parts: Sequence[str], value: Any) -> Path:
 
 def _fill_engine_kinds(raw: dict[str, Any]) -> None:
     """Fill in the role's default engine where an engine table has no `kind`."""
+    recipe = spec_class(raw)
     for role in ROLES.values():
-        section = raw.get(role.name)
-        if role.holds_model and isinstance(section, dict) and isinstance(section.get("engine"), dict):
-            section["engine"].setdefault(
-                "kind", spec_class(raw).section_class(role.name).model_fields["engine"].default.kind
-            )
+        section = raw.get(role.name) if role.holds_model and role.name in recipe.model_fields else None
+        if isinstance(section, dict) and isinstance(section.get("engine"), dict):
+            default = recipe.section_class(role.name).model_fields["engine"].default
+            section["engine"].setdefault("kind", default.kind)
 
 
 def _drop_keys_of_old_kind(path: Path, file: dict[str, Any], raw: dict[str, Any], set_paths: Sequence[Path]) -> str:

@@ -90,6 +90,7 @@ GENERATED = generated()
         ),
         ({**GENERATED, "sync": {"delta": True}}, {"sync.delta": "has no effect"}),
         ({"algorithm": {"kind": "grpo"}}, {"algorithm": "unknown key: this recipe does not have it"}),
+        ({"critic": {"engine": {"kind": "ddp"}}}, {"critic": "unknown key: this recipe does not have it"}),
     ],
 )
 def test_a_spec_of_preferences(more: dict[str, Any], wanted: dict[str, str]) -> None:
