@@ -43,6 +43,8 @@ def _environment(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         key = f"{role}.env.{name}"
         if not re.fullmatch(r"[^=\s\0]+", name):
             yield Problem(f"{role}.env", f"{show(name)} is not a variable name", 'write NAME = "value"')
+        elif "\0" in value:
+            yield Problem(key, "holds the character NUL, which no variable does", "write it without \\u0000")
         elif name == "OMP_NUM_THREADS" and not re.fullmatch(r"[1-9]\d*", value):
             yield Problem(key, "must be a positive whole number", f"remove it, or use {role}.threads")
         elif name in _RESERVED or name.startswith("RLCTL_"):
