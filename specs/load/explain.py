@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specs.errors import Problem
 from specs.load.dotted_keys import value_at
 from specs.load.keys import Path, chosen_tables, closest, dotted, engine_family, kind_of, kinds_of, tables_at
+from specs.load.toml_file import NO_TOML_NUMBER
 from specs.load.unknown_keys import foreign_kind_hint, unknown_keys
 from specs.packages import page
 from specs.schema.engines.foreign import foreign_kinds
@@ -157,8 +158,10 @@ def _write_it(path: Path, given: Any, wanted: str, raw: dict[str, Any]) -> str:
         return f"""write it in quotes: "{show(given)}", and with --set in two pairs: '"{show(given)}"'"""
     if wanted == "a whole number" and isinstance(given, float) and given.is_integer():
         return f"write {int(given)}"
-    plain = r"true|false" if wanted == "true or false" else r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?"
-    return "write it without quotes" if isinstance(given, str) and re.fullmatch(plain, given) else ""
+    plain = r"true|false" if wanted == "true or false" else r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+    if not isinstance(given, str) or not re.fullmatch(plain, given):
+        return ""
+    return f"write {float(given):.10g}" if re.match(NO_TOML_NUMBER, given) else "write it without quotes"
 
 
 def _as_table(path: Path, raw: dict[str, Any]) -> str:

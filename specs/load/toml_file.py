@@ -15,6 +15,7 @@ from specs.errors import SpecError
 from specs.packages import page
 
 _OTHER_FORMATS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Python", ".sh": "a script"}
+NO_TOML_NUMBER = r"[+-]?(\.\d|\d+\.(?!\d)|0\d+(?![\d:-]))"  # how other languages write 0.5, 1.0 and 1
 _HINTS = {  # what a line looks like → what to do
     r"\ufeff": "the file begins with a byte order mark; save it as UTF-8 without one",
     r"\s*\[[^\]]*$": "write a section as [section], on a line of its own",
@@ -22,6 +23,7 @@ _HINTS = {  # what a line looks like → what to do
     r"[^=]*=\s*(True|False|None|null|nil|yes|no|on|off)\s*(#.*)?$": (
         "TOML writes true and false in lower case, and has no None: leave the key out"
     ),
+    rf"[^=]*=\s*{NO_TOML_NUMBER}": "a number has digits on both sides of its point, and no 0 before others: 0.5, 1.0",
     r"[^=]*=\s*[A-Za-z$./~\u201c\u2018]": 'text needs quotes, "…"',
     r'[^=]*=\s*("[^"]*|' r"'[^']*)$": "the quote is not closed on its line",
     r'.*"[^"]*\\[^"]*"': "a backslash starts an escape; use single quotes for a literal backslash",

@@ -18,6 +18,8 @@ from specs.load.toml_file import dumped, read_toml, written
     [
         ("schema = 1\n[run\n", ":2:5: not TOML", "write a section as [section]"),
         ("schema = 1\nname = hello\n", ":2:8: not TOML", "text needs quotes"),
+        ("schema = 1\nlr = .5\n", ":2:6: not TOML", "a number has digits on both sides of its point"),
+        ("schema = 1\nlr = 1.\n", ":2:7: not TOML", "a number has digits on both sides of its point"),
         ("schema = 1\nflag = True\n", ":2:8: not TOML", "lower case"),
         ("schema = 1\nschema = 1\n", ":2:11: not TOML", "a key may stand only once"),
         ('schema = 1\nname = "a\n', ":2:10: not TOML", "the quote is not closed"),
