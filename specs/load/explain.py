@@ -154,7 +154,7 @@ def _write_it(path: Path, given: Any, wanted: str, raw: dict[str, Any]) -> str:
     if wanted == "a list":
         numbers = isinstance(given, str) and re.fullmatch(r"\d+(\s*,\s*\d+)*", given.strip())
         return f"write it in brackets: [{given.strip() if numbers else show(given)}]"
-    if wanted == "text" and isinstance(given, bool | int | float):
+    if wanted == "text" and not isinstance(given, list | tuple):
         return f"""write it in quotes: "{show(given)}", and with --set in two pairs: '"{show(given)}"'"""
     if wanted == "a whole number" and isinstance(given, float) and given.is_integer():
         return f"write {int(given)}"
