@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from specs.errors import Problem
 from specs.schema.algorithms.algorithm import Algorithm, FunctionLoss
 from specs.schema.algorithms.algorithm_tables import ActorCritic, ClipCovLoss, Gae
-from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.recipes import RlSpec
-from specs.schema.roles import ROLES
 from specs.schema.sections import same_source
 from specs.schema.table import Table, no_effect
 
@@ -132,10 +130,6 @@ def _critic(spec: RlSpec) -> Iterator[Problem]:
     if settled and "gae_lambda" in algorithm.model_fields_set:
         why = "the policy's λ follows from gae_length_alpha, and the critic's is gae_lambda_value"
         yield no_effect("algorithm.gae_lambda", why)
-    for role, section in spec.sections():
-        engine = getattr(section, "engine", None)
-        if ROLES[role].head != "lm" and isinstance(engine, TrainedHere) and engine.logits_chunk_tokens is not None:
-            yield no_effect(f"{role}.engine.logits_chunk_tokens", "its head gives one number, and no logits")
 
 
 def _own_functions(spec: RlSpec) -> Iterator[Problem]:

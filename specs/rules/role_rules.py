@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import EngineContext, RolloutTable, engine_of
+from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.rank_groups import devices_of_a_process, nodes_of_a_process
 from specs.schema.recipes import sampling_of
 from specs.schema.role_section import RoleSection
@@ -86,6 +87,8 @@ def _engine(spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Proble
         yield Problem(f"{role}.attn_implementation", message, hint)
     if isinstance(engine, RolloutTable):
         yield from _sharded_replicas(role, section, engine)
+    if ROLES[role].head != "lm" and isinstance(engine, TrainedHere) and engine.logits_chunk_tokens is not None:
+        yield no_effect(f"{role}.engine.logits_chunk_tokens", "its head gives one number, and no logits")
     yield from engine.problems(engine_context(spec, role, section))
 
 

@@ -112,3 +112,10 @@ def test_rows_are_tokens_of_the_model_that_learns(tmp_path: Path) -> None:
     spec = spec_from({"schema": 1, "run": run, "model": {"path": "base"}, "data": DATA, **own})
     bodies = build_bodies(spec, tmp_path, tmp_path)
     assert bodies["data"]["model_path"] == bodies["reward_model"]["model"]["path"] == "own"
+
+
+def test_a_reward_model_that_learns_has_no_logits_either() -> None:
+    run = {"recipe": "reward_model", "name": "x", "steps": 2}
+    own = {"reward_model": {"engine": {"kind": "ddp", "logits_chunk_tokens": 9}}}
+    with pytest.raises(SpecError, match=r"reward_model\.engine\.logits_chunk_tokens .*no logits"):
+        spec_from({"schema": 1, "run": run, "model": {"path": "base"}, "data": DATA, **own})
