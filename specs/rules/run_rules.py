@@ -13,6 +13,8 @@ from specs.schema.table import no_effect
 
 def run_problems(spec: Spec) -> Iterator[Problem]:
     yield from _deadlines(spec)
+    if "colocate" in spec.run.model_fields_set and not spec.generates:
+        yield no_effect("run.colocate", "nothing is sampled, so trainers have none to take turns with")
     if isinstance(spec, RlSpec):
         yield from _run_ahead(spec)
         yield from _in_flight(spec)

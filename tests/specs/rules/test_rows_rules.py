@@ -12,6 +12,7 @@ from specs.errors import SpecError
 from specs.load.load import spec_from
 
 RUN = {"run": {"recipe": "preference", "name": "x", "steps": 2}, "model": {"path": "builtin:tiny-digits"}}
+TURNS = {"recipe": "preference", "name": "x", "steps": 2, "colocate": "always"}
 DATA = {"train": "pairs.jsonl", "rows_per_step": 4, "max_tokens": 32}
 DPO = {"kind": "dpo"}
 EVAL = {"eval": {"every": 1}}
@@ -36,6 +37,8 @@ GENERATED = generated()
         ({"data": {**DATA, "sets": [{"path": "a.jsonl"}]}}, {"data.train": "has no effect"}),
         ({"data": {**DATA, "split": "x"}}, {"data.split": "is not a hub data set"}),
         ({"data": {**DATA, "system": "x", "chat": "never"}}, {"data.system": "has no effect"}),
+        ({"run": TURNS}, {"run.colocate": "nothing is sampled"}),
+        ({"run": TURNS, **GENERATED}, {}),
         ({"eval": {"every": 1, "split": "x"}}, {"eval.split": "is not a hub data set"}),
         (
             {"data": {**DATA, "train": "a/b"}, "eval": {"every": 1, "split": "x"}},
