@@ -89,8 +89,10 @@ class RowsConfig(Table):
 
     @staticmethod
     def of(spec: RowsSpec) -> RowsConfig:
-        objective = spec.objective
-        return RowsConfig(rows=spec.data, eval=spec.eval, unit=objective.unit, of_scores=objective.of_scores)
+        objective, data = spec.objective, spec.data
+        if data.sets:  # once a set has travelled, its own keys are not told from its defaults
+            data = data.model_copy(update={"sets": data.sources})
+        return RowsConfig(rows=data, eval=spec.eval, unit=objective.unit, of_scores=objective.of_scores)
 
 
 class DataConfig(TextConfig):

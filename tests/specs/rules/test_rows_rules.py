@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import SpecError
 from specs.load.load import spec_from
+from specs.wire.role_config import DataConfig
 
 RUN = {"run": {"recipe": "preference", "name": "x", "steps": 2}, "model": {"path": "builtin:tiny-digits"}}
 TURNS = {"recipe": "preference", "name": "x", "steps": 2, "colocate": "always"}
@@ -122,3 +124,13 @@ def test_a_reward_model_that_learns_has_no_logits_either() -> None:
     own = {"reward_model": {"engine": {"kind": "ddp", "logits_chunk_tokens": 9}}}
     with pytest.raises(SpecError, match=r"reward_model\.engine\.logits_chunk_tokens .*no logits"):
         spec_from({"schema": 1, "run": run, "model": {"path": "base"}, "data": DATA, **own})
+
+
+def test_what_a_set_leaves_out_the_section_says_in_the_data_role_too(tmp_path: Path) -> None:
+    data: dict[str, Any] = {"rows_per_step": 4, "max_tokens": 32, "prompt_column": "q", "split": "validation"}
+    data["sets"] = [{"path": "a/b"}, {"path": "c/d", "split": "train", "prompt_column": "prompt"}]
+    spec = spec_from({"schema": 1, **RUN, "data": data, "objective": DPO})
+    travelled = DataConfig.model_validate_json(json.dumps(build_bodies(spec, tmp_path, tmp_path)["data"]))
+    assert travelled.rows is not None
+    found = [(one.prompt_column, one.split) for one in travelled.rows.rows.sources]
+    assert found == [("q", "validation"), ("prompt", "train")]
