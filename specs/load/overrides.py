@@ -27,7 +27,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[list
     file, problems, paths = copy.deepcopy(raw) if overrides else raw, [], []
     for text in overrides:
         key, equals, value = text.partition("=")
-        parts = [part.strip() for part in key.split(".")]
+        parts = _parts(key)
         if not equals or not all(parts):
             problems.append(Problem(f"--set {text}", "not of the form key=value", "write e.g. --set run.steps=10"))
             continue
@@ -48,6 +48,19 @@ def parse_value(text: str) -> Any:
     except tomli.TOMLDecodeError:
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _parts(key: str) -> list[str]:
+    """Return the names in a dotted key, which may stand in quotes as TOML's do."""
+    node: Any
+    try:
+        node, parts = tomli.loads(f"{key} = 0"), list[str]()
+    except tomli.TOMLDecodeError:
+        return [part.strip() for part in key.split(".")]
+    while isinstance(node, dict):
+        name, node = next(iter(node.items()), ("", 0))
+        parts.append(name)
+    return parts
 
 
 def _assign(raw: dict[str, Any], parts: Sequence[str], value: Any) -> Path:

@@ -46,6 +46,13 @@ def test_keys_of_every_depth_can_be_set() -> None:
     assert spec.actor.devices == (1,)
 
 
+def test_names_in_quotes_are_those_of_toml() -> None:
+    spec = spec_from(raw_spec(), ['actor.env."A"=a', "actor . env.'B.C'=b", "actor.env.D=d"])
+    assert spec.actor.env == {"A": "a", "B.C": "b", "D": "d"}
+    with pytest.raises(SpecError, match="not of the form key=value"):
+        spec_from(raw_spec(), ["# run.steps=3"])
+
+
 # ── another kind ──
 
 
