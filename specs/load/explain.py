@@ -14,6 +14,7 @@ from specs.load.unknown_keys import foreign_kind_hint, unknown_keys
 from specs.packages import page
 from specs.schema.engines.foreign import foreign_kinds
 from specs.schema.environment import FORMS
+from specs.schema.objectives import objective_kind
 from specs.schema.roles import ROLES
 from specs.schema.table import Table, meaning_of
 from specs.text import show, show_default
@@ -87,7 +88,7 @@ def without_tags(loc: Path, raw: Any) -> Path:
     path: list[str | int] = []
     node, tagged = raw, False  # a kind may be called as one of its keys is
     for part in loc:
-        is_kind = isinstance(node, dict) and not tagged and part == node.get("kind")
+        is_kind = isinstance(node, dict) and not tagged and part == objective_kind(node)
         if part in FORMS or (is_kind and len(tables_at(path, raw)) > 1):
             tagged = True
             continue

@@ -15,6 +15,7 @@ from specs.errors import Problem
 from specs.load.dotted_keys import value_at
 from specs.load.keys import Path, chosen_tables, closest, dotted, homes, keys_of, kind_of, known_keys, tables_at
 from specs.packages import page
+from specs.schema.objectives import objective_kind
 from specs.schema.recipes import RECIPES, RowsSpec, spec_class
 from specs.schema.roles import ACTOR, ROLES
 from specs.schema.spec import Spec
@@ -31,7 +32,7 @@ def unknown_keys(path: Path, raw: dict[str, Any]) -> list[Problem]:
         return [Problem(key, "unknown key: it was removed", now, show(given))]
     parent, siblings = value_at(raw, path[:-1]), tables_at(path[:-1], raw)
     if other_kinds := [kind_of(table) for table in siblings if name in known_keys(table)]:
-        message = f"unknown key: kind {show(parent['kind'])} does not have it"
+        message = f"unknown key: kind {show(objective_kind(parent))} does not have it"
         return [Problem(key, message, f"it belongs to kind {show(other_kinds[0])}", show(given))]
     here = [known for table in chosen_tables(siblings, parent) for known in known_keys(table)]
     recipe = spec_class(raw)

@@ -243,7 +243,7 @@ class Mixture(PairLoss):
         return tuple(dict.fromkeys((*super().columns, *(name for term in self.mixture for name in term.columns))))
 
 
-def _kind(raw: Any) -> Any:
+def objective_kind(raw: Any) -> Any:
     """Return the tag of an objective: that of a table with `mixture` needs no `kind`."""
     if not isinstance(raw, dict):
         return getattr(raw, "kind", None)
@@ -262,5 +262,5 @@ PreferenceObjective = Annotated[
     | Annotated[Orpo, Tag("orpo")]
     | Annotated[Kto, Tag("kto")]
     | Annotated[Mixture, Tag("mixture")],
-    Discriminator(_kind),
+    Discriminator(objective_kind),
 ]

@@ -63,6 +63,10 @@ GENERATED = generated()
         ),
         ({"actor": {"processes": 8, "launcher": "torchrun"}}, {"actor.processes": "data.rows_per_step = 4 leaves"}),
         ({"actor": {"micro_batch_tokens": 16}}, {"actor.micro_batch_tokens": "data.max_tokens = 32"}),
+        (
+            {"objective": {"mixture": [{"kind": "dpo", "betta": 0.2}, {"kind": "nll"}], "beta": 0.2}},
+            {"objective.mixture.0.betta": "did you mean `beta`?", "objective.beta": 'kind "mixture" does not have it'},
+        ),
         ({"objective": {**DPO, "weight": 2.0}}, {"objective.weight": "it weighs the terms of a mixture"}),
         ({"objective": {"kind": "orpo", "precompute_ref": True}}, {"objective.precompute_ref": "no reference"}),
         ({"objective": {"kind": "kto", "precompute_ref": True}}, {"objective.precompute_ref": "in every step"}),
