@@ -18,12 +18,15 @@ fingerprint() {
     printf '%s %s' "$gpu" "$(cat pyproject.toml scripts/constraints.txt scripts/_env.sh scripts/_steps.sh scripts/_pick_torch.py | cksum)"
 }
 
+# Whether .venv was made where it is: in a copied or moved one, commands start the interpreter of the old place.
+in_place() { (. "$VENV/bin/activate" && [ "$VIRTUAL_ENV" -ef "$VENV" ]) 2>/dev/null; }
+
 make_env() {
     local python torch_args want
     if [ -e "$UNFINISHED" ]; then
         say "The last set-up was interrupted: .venv is made anew."
     fi
-    if [ -e "$UNFINISHED" ] || ! "$PY" -m pip --version >/dev/null 2>&1; then
+    if [ -e "$UNFINISHED" ] || ! in_place || ! "$PY" -m pip --version >/dev/null 2>&1; then
         python=$(find_python) || die "no Python 3.11 or newer found" \
             "install it (python3.11 with its venv module), or name one: RLCTL_PYTHON=/path/to/python3.11 $0"
         say "Making .venv with $("$python" --version) ($python)"
@@ -50,7 +53,7 @@ ensure_env() {
     # The stamp decides: no interpreter is started when it matches.
     now=$(fingerprint)
     kind=${now%% *}
-    if [ -x "$PY" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$now" ]; then
+    if [ -x "$PY" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$now" ] && in_place; then
         return 0
     fi
     mkdir -p "$VENV"
@@ -58,7 +61,7 @@ ensure_env() {
     if command -v flock >/dev/null 2>&1; then
         exec 9>"$PWD/.venv.lock"
         flock -w 1800 9 || die "another script has been setting up .venv for half an hour" "remove .venv.lock if none is running"
-        if [ "$(cat "$STAMP" 2>/dev/null)" = "$now" ]; then
+        if [ "$(cat "$STAMP" 2>/dev/null)" = "$now" ] && in_place; then
             exec 9>&-
             return 0
         fi
