@@ -7,8 +7,9 @@ die() { say "error: $1"; [ -n "${2:-}" ] && say "" && say "hint: $2"; exit 1; }
 
 # First interpreter of version 3.11 or newer; RLCTL_PYTHON overrides.
 find_python() {
-    local candidate
-    for candidate in ${RLCTL_PYTHON:-python3.11 python3.12 python3.13 python3 python}; do
+    local candidate candidates=(python3.11 python3.12 python3.13 python3 python)
+    if [ -n "${RLCTL_PYTHON:-}" ]; then candidates=("$RLCTL_PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             command -v "$candidate"
             return 0

@@ -12,9 +12,9 @@ MADE = 'set -euo pipefail; . <(sed "/^ensure_env$/,\\$d" scripts/_env.sh); finge
 USED = "set -euo pipefail; . scripts/_env.sh; printf %s used"
 
 
-def bash(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run it where no interpreter can make an environment."""
-    environment = {**os.environ, "RLCTL_PYTHON": "/nowhere"}
+def bash(folder: Path, script: str, python: str = "/nowhere") -> subprocess.CompletedProcess[str]:
+    """Run it where this interpreter makes environments."""
+    environment = {**os.environ, "RLCTL_PYTHON": python}
     return subprocess.run(
         ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
     )
@@ -36,3 +36,9 @@ def test_an_environment_is_used_where_it_was_made_and_made_anew_in_a_copy(repo_r
     again = bash(copied, USED)
     assert again.stdout == ""
     assert "no Python 3.11 or newer found" in again.stderr
+
+
+def test_the_path_of_the_interpreter_that_is_named_may_have_blanks(repo_root: Path, tmp_path: Path) -> None:
+    named = tmp_path / "a python"
+    named.symlink_to(sys.executable)
+    assert bash(repo_root, ". scripts/_steps.sh; find_python", str(named)).stdout == f"{named}\n"
