@@ -10,6 +10,7 @@ from typing import Any, get_args
 from specs.load.dotted_keys import value_at
 from specs.schema.engines import foreign
 from specs.schema.engines.engine_table import RolloutTable, TrainTable
+from specs.schema.objectives import objective_kind
 from specs.schema.recipes import RECIPES, spec_class
 from specs.schema.spec import Spec
 from specs.schema.table import Table
@@ -67,7 +68,7 @@ def tables_at(path: Sequence[str | int], raw: Any) -> tuple[type[Table], ...]:
 
 def chosen_tables(tables: tuple[type[Table], ...], node: Any) -> tuple[type[Table], ...]:
     """Return the tables that the node's own `kind` chooses, another package's too; all when it chooses none."""
-    kind = node.get("kind") if isinstance(node, dict) else None
+    kind = objective_kind(node)
     if not isinstance(kind, str):
         return tables
     if chosen := tuple(table for table in tables if kind in kinds_of(table)):

@@ -67,6 +67,10 @@ GENERATED = generated()
             {"objective": {"mixture": [{"kind": "dpo", "betta": 0.2}, {"kind": "nll"}], "beta": 0.2}},
             {"objective.mixture.0.betta": "did you mean `beta`?", "objective.beta": 'kind "mixture" does not have it'},
         ),
+        (
+            {"objective": {"mixture": [{"kind": "dpo"}, {"kind": "nll"}], "zzz": 1}},
+            {"objective.zzz": "[objective] knows: kind, weight, precompute_ref, mixture"},
+        ),
         ({"objective": {**DPO, "weight": 2.0}}, {"objective.weight": "it weighs the terms of a mixture"}),
         ({"objective": {"kind": "orpo", "precompute_ref": True}}, {"objective.precompute_ref": "no reference"}),
         ({"objective": {"kind": "kto", "precompute_ref": True}}, {"objective.precompute_ref": "in every step"}),
