@@ -69,3 +69,18 @@ def test_quickstarts_at_once_have_a_folder_each_and_a_dry_run_leaves_none(repo_r
     last = (tmp_path / "calls").read_text().splitlines()[-1]
     assert last == "train runs/quickstart.toml --run-dir runs/quickstart-3 --dry-run"
     assert not (tmp_path / "runs" / "quickstart-3").exists()
+
+
+def test_the_checks_leave_no_temporary_files_behind(repo_root: Path, tmp_path: Path) -> None:
+    clone, temporary = tmp_path / "clone", tmp_path / "temporary"
+    with_environment(repo_root, clone)
+    temporary.mkdir()
+    (clone / "named.py").write_text("")
+    for name in ("ray", "agents", "minisweagent", "pydantic_ai", "material"):
+        next(clone.glob(".venv/lib/python*/site-packages")).joinpath(f"{name}.py").write_text("")
+    for name in ("ruff", "mypy", "lint-imports", "mkdocs"):
+        (clone / ".venv" / "bin" / name).write_text("#!/bin/sh\n")
+        (clone / ".venv" / "bin" / name).chmod(0o755)
+    done = bash(clone, f"TMPDIR='{temporary}' scripts/test named.py")
+    assert "✓ site of the docs" in done.stdout
+    assert [*temporary.iterdir()] == []
