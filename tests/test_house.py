@@ -70,8 +70,8 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "engines, packing, weights": (16_401, 15_000, ("backends",)),
     "four packages": (60_250, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (47_947, 38_000, ("tests",)),
-    "docs": (3_940, 3_500, ("docs",)),
+    "tests with their cases": (47_962, 38_000, ("tests",)),
+    "docs": (3_928, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
