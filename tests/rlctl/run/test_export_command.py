@@ -108,7 +108,7 @@ def test_the_process_sees_what_pythonpath_adds(tmp_path, monkeypatch):
 def test_the_precision_that_nobody_chose(tmp_path, base, trained, exported, why):
     """The base model's own, where its config.json names one; else that of the training. Never one without a word."""
     if base is not None:
-        shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+        shape = {"model_type": "qwen2", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         (tmp_path / "config.json").write_text(json.dumps({**shape, **base}))
     dtype, said = own_dtype({"model_path": str(tmp_path), "dtype": trained})
     assert dtype == exported
