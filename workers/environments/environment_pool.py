@@ -174,8 +174,7 @@ class Environment:
     async def reset(self, row: Mapping[str, Any], seed: int, messages: Sequence[Mapping[str, Any]] = ()) -> Observation:
         """Begin an episode with a row of the data, whose prompt is `messages`. Raises EnvironmentLost, as all that
         follow."""
-        asked = {"do": "reset", "row": dict(row), "seed": seed, "messages": list(messages)}
-        answer = await self._ask(asked)
+        answer = await self._ask({"do": "reset", "row": dict(row), "seed": seed, "messages": list(messages)})
         self.replaces_prompt = answer.get("is_all", False)
         content: Observation = answer["content"]
         return content

@@ -18,7 +18,6 @@ from workers.environments.environment_pool import (
     EnvironmentLost,
     EnvironmentPool,
     EnvironmentReply,
-    Observation,
 )
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory
 
@@ -92,8 +91,7 @@ class Episode:
     async def _play(self, environment: Environment) -> StopReason:
         messages, answer = self.trajectory.messages, self._step if self.described.mode == "text" else self._use_tools
         task = self.task
-        content = await self._call(environment.reset(task.values, task.seed, task.messages))
-        messages += begun(() if environment.replaces_prompt else task.messages, content)
+        messages += await self._call(opening(environment, task.values, task.seed, task.messages))
         row = len(task.messages)
         self._of_row = row - (messages[:row] != [*task.messages])  # what `reset` adds to a message is not the data's
         number = self._branch(messages)
@@ -207,9 +205,11 @@ def usual_replies(mode: str, section: EnvironmentSection, chat: ChatTurns) -> li
     return [{"role": "tool"}] + ([chat.error_reply("")] if section.on_parse_error != "end" else [])
 
 
-def begun(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[Message]:
-    """Return the conversation with what `reset` gave: text belongs to the user's last message."""
-    told = [dict(one) for one in messages]
+async def opening(environment: Environment, row: Mapping[str, Any], seed: int, prompt: Sequence[Any]) -> list[Message]:
+    """Reset an environment with a row of this prompt; return what the conversation begins with. Text that `reset` gave
+    belongs to the user's last message."""
+    observation = await environment.reset(row, seed, prompt)
+    told = [] if environment.replaces_prompt else [dict(one) for one in prompt]
     if not observation:
         return told
     if isinstance(observation, list):

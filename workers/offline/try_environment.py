@@ -26,7 +26,7 @@ from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer
 from workers.chat.chat_turns import ChatTurns
 from workers.chat.tool_calls import ToolCall
 from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool
-from workers.episodes.episode import begun, usual_replies
+from workers.episodes.episode import opening, usual_replies
 from workers.grading.reward_failures import is_of_code
 from workers.offline.try_agent import AgentTrial
 from workers.watchdog import die_with_parent, set_process_name
@@ -91,9 +91,7 @@ class EnvironmentTrial:
         if self.row is not None and described.mode != "agent":
             environment = await pool.open()
             try:
-                asked = self.row["messages"]
-                content = await environment.reset(self.row["values"], self.config.seed, asked)
-                messages = begun(() if environment.replaces_prompt else asked, content)
+                messages = await opening(environment, self.row["values"], self.config.seed, self.row["messages"])
                 self._doing = call.name if call else f"step({show(_STEP)})"
                 answer = await (environment.call(call.name, call.arguments) if call else environment.step(_STEP))
                 said = answer.text if isinstance(answer.text, list) else [{**replies[0], "content": answer.text}]
