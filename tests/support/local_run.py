@@ -3,6 +3,7 @@ processes and sockets. For what the steps compute; only the graders are processe
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from local_group import LocalGroup
 from safetensors.numpy import save_file
 
@@ -28,6 +30,7 @@ from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.run_dir import RunDir
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
+from specs.errors import Interrupted
 from specs.load.load import load_spec
 from specs.schema.recipes import RlSpec
 from specs.schema.roles import ROLES
@@ -98,6 +101,20 @@ class LocalRun:
             if step in save:
                 self.saver.save(self.driver, step)
         return records
+
+    def break_off(self, patch: pytest.MonkeyPatch, kind: type, wait: str, number: int) -> None:
+        """Let a Ctrl-C come in the `number`-th `wait` of a kind in the next step, and save what it leaves."""
+        real, waits = getattr(kind, wait), itertools.count(1)
+
+        def interrupted(waiting: Any) -> Any:
+            if next(waits) == number:
+                raise Interrupted("interrupted (SIGINT)")
+            return real(waiting)
+
+        patch.setattr(kind, wait, interrupted)
+        with pytest.raises(Interrupted):
+            self.driver.step(self.done + 1)
+        self.saver.save(self.driver, self.done)
 
 
 def bigram_folder(folder: Path, *, likes: str, by: float = 4.0) -> Path:

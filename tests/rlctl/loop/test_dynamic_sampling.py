@@ -12,7 +12,6 @@ from running import preset
 from rlctl.loop.dynamic_sampling import missing_groups, signal_of, with_signal
 from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Drawn, Generation, Scored
-from specs.errors import Interrupted
 from specs.wire.batch import Batch
 
 # A group of 4 has a 7 in some completions and not in others about half the time.
@@ -124,22 +123,13 @@ def test_a_refill_that_is_broken_off_goes_on_in_the_checkpoint_that_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     """As at a Ctrl-C, which keeps the batches in line."""
-    file, options, waits, finish = preset("fake", tmp_path), (*SOME, "rollout.max_staleness=2"), [0], Generation.finish
+    file, options = preset("fake", tmp_path), (*SOME, "rollout.max_staleness=2")
     with local_run(file, tmp_path / "whole", *options) as run:
         whole = trajectory(run.steps(4))
 
-    def interrupted(generation: Generation) -> Drawn:
-        waits[0] += 1
-        if waits[0] == broken:
-            raise Interrupted("interrupted (SIGINT)")
-        return finish(generation)
-
     with local_run(file, tmp_path / "cut", *options) as run:
         run.steps(1)
-        monkeypatch.setattr(Generation, "finish", interrupted)
-        with pytest.raises(Interrupted):
-            run.driver.step(2)
-        run.saver.save(run.driver, 1)
+        run.break_off(monkeypatch, Generation, "finish", broken)
     with local_run(file, tmp_path / "cut", *options, resume=True) as run:
         assert trajectory(run.steps(4)) == whole[1:]
 

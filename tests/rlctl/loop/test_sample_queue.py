@@ -21,10 +21,10 @@ from rlctl.loop.sampling import Drawn, Sampler, Scored, Thrown
 from rlctl.loop.scores.graders import Grading
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.recipes.rl import Rl
-from specs.errors import GradingError, Interrupted
+from specs.errors import GradingError
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
-from specs.wire.messages import Message, Verb
+from specs.wire.messages import Verb
 
 PROMPTS, GROUP, STEPS = 8, 4, 9  # the preset `fake`: 8 prompts × 4 completions
 
@@ -219,22 +219,13 @@ def test_a_wait_for_scores_that_is_broken_off_costs_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     """A Ctrl-C ends it, and the checkpoint that follows keeps the batch that was waited for."""
-    file, options, result, waits = preset("fake", tmp_path), ("rollout.max_staleness=1",), Grading.result, [0]
+    file, options = preset("fake", tmp_path), ("rollout.max_staleness=1",)
     with local_run(file, tmp_path / "whole", *options) as run:
         whole = run.steps(2)[1].metrics["reward/mean"]
 
-    def interrupted(grading: Grading) -> Message:
-        waits[0] += 1
-        if waits[0] == broken:
-            raise Interrupted("interrupted (SIGINT)")
-        return result(grading)
-
     with local_run(file, tmp_path / "cut", *options) as run:
         run.steps(1)
-        monkeypatch.setattr(Grading, "result", interrupted)
-        with pytest.raises(Interrupted):
-            run.driver.step(2)
-        run.saver.save(run.driver, 1)
+        run.break_off(monkeypatch, Grading, "result", broken)
     with local_run(file, tmp_path / "cut", *options, resume=True) as run:
         assert run.steps(2)[0].metrics["reward/mean"] == whole
 
