@@ -50,8 +50,9 @@ def tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wron
             yield f"its tokenizer cannot be read: {error}", AGAIN
             return
         # Gemma 3's has one for images, which its text models lack: no conversation of texts brings it.
-        used = [chat_template_of(folder).text, *(codec.special_tokens.get(f"{name}_token", "") for name in _OF_TEXT)]
         beyond = {number: token for token, number in vocabulary.items() if number >= (vocab_size or 1 << 31)}
+        own = [codec.special_tokens.get(f"{name}_token", "") for name in _OF_TEXT]
+        used = [chat_template_of(folder).text, *own] if beyond else []
         met = [n for n, token in beyond.items() if n not in codec.special_ids or any(token in one for one in used)]
         if not vocabulary:
             yield "its tokenizer has no vocabulary", AGAIN

@@ -154,7 +154,8 @@ def as_run(text: str, overrides: Sequence[str]) -> str:
     before, wanted = tomli.loads(text), tomli.loads(text)
     apply_overrides(before, ())
     apply_overrides(wanted, overrides)
-    if dumped(wanted) == dumped(before):  # to Python true is 1
+    changed = dumped(wanted)
+    if changed == dumped(before):  # as text: to Python true is 1
         return text
     listed = "".join(f"# --set {visible(line)}\n" for override in overrides for line in override.splitlines())
-    return f"{listed}\n{dumped(wanted)}"
+    return f"{listed}\n{changed}"
