@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,6 +16,8 @@ PART_NAMES = {
     "language_model.lm_head.": "lm_head.",
 }
 """How names of a language model's weights begin in a folder that holds more → how they do where it is alone."""
+
+_MIXTURE = re.compile(r"\.block_sparse_moe\.(gate|experts)\.")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ def language_model_names(names: Collection[str]) -> dict[str, str]:
         if name.startswith(prefix)
     }
     return {name: name for name in names if not renamed or name in LM_HEADS} | renamed
+
+
+def built_names(names: Collection[str]) -> dict[str, str]:
+    """Return the same, with routers and experts named as transformers builds them where Mixtral's files do not."""
+    return {name: _MIXTURE.sub(r".mlp.\1.", own) for name, own in language_model_names(names).items()}
 
 
 def takes_adapters(layer: str, *, mixture: bool) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from backends.hf.score_layer import no_score_layer, wrong_score_layer
 from backends.train.tensor_shards import Shard
 from backends.weights.tensor_bytes import named_weights
 from specs.errors import ModelError
-from specs.model_shapes import language_model_names
+from specs.model_shapes import built_names
 from specs.wire.role_config import ModelConfig
 
-# A tensor of all experts of a layer → what the files hold of each expert, in its order of rows.
-_OF_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# A tensor of all experts of a layer → what the files hold of each expert, in its order of rows: usual names, Mixtral's.
+_OF_EXPERT = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
 def aliases_of(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -113,7 +114,7 @@ class ModelFiles:
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"model {path}: {file.name}: {error}") from None
             self._holder |= {name: (opened, name) for name in opened.keys()}  # noqa: SIM118
-        self._holder = {own: self._holder[name] for name, own in language_model_names(self._holder).items()}
+        self._holder = {own: self._holder[name] for name, own in built_names(self._holder).items()}
         self.names = set(self._holder)
 
     @classmethod
@@ -138,13 +139,12 @@ class ModelFiles:
         """Have those of `wanted` that hold all experts of a layer, [experts, out, in], where files have each apart."""
         for name in wanted:
             layer, _, last = name.rpartition(".")
-            parts = _OF_EXPERT.get(last, ()) if name not in self._holder and layer.endswith(".experts") else ()
-            pieces: list[str] = []
-            while parts and all(f"{layer}.{len(pieces) // len(parts)}.{part}.weight" in self._holder for part in parts):
-                pieces += [f"{layer}.{len(pieces) // len(parts)}.{part}.weight" for part in parts]
-            if pieces:
-                self._pieces[name] = pieces
-                self.names = self.names.difference(pieces) | {name}
+            apart = name not in self._holder and layer.endswith(".experts")
+            for parts in _OF_EXPERT.get(last, ()) if apart else ():
+                own = ([f"{layer}.{number}.{part}.weight" for part in parts] for number in count())
+                if pieces := [*chain.from_iterable(takewhile(self.names.issuperset, own))]:
+                    self._pieces[name] = pieces
+                    self.names = self.names.difference(pieces) | {name}
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._pieces:
@@ -154,7 +154,7 @@ class ModelFiles:
         if len(shapes) > 1:
             raise ModelError(f"model {self.path}: {pieces[0]} and other experts of its layer differ in shape")
         ((out, into),) = shapes
-        experts = len(pieces) // len(_OF_EXPERT[name.rpartition(".")[2]])
+        experts = len(pieces) // len(_OF_EXPERT[name.rpartition(".")[2]][0])
         return experts, out * len(pieces) // experts, into
 
     def are_named_otherwise(self, aliases: Mapping[str, Sequence[str]]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.model_facts import ModelFacts, merged_config, model_facts
-from specs.model_shapes import ModelTensors, ParameterShape, Shape, language_model_names
+from specs.model_shapes import ModelTensors, ParameterShape, Shape, built_names
 from specs.safetensors_header import read_header
 
 
@@ -142,7 +142,7 @@ def built_shapes(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict
     facts, drafting = model_facts(config), config.get("num_nextn_predict_layers")
     numbers = range(facts.layers, facts.layers + drafting) if facts and isinstance(drafting, int) else ()
     left_out = re.compile(rf"^(?:model\.)?(?:mtp|layers\.(?:{'|'.join(map(str, numbers))}))\.")
-    return {own: shapes[name] for name, own in language_model_names(shapes).items() if not left_out.match(own)}
+    return {own: shapes[name] for name, own in built_names(shapes).items() if not left_out.match(own)}
 
 
 def tensors_on_disk(folder: Path, config: Mapping[str, Any]) -> ModelTensors | None:

@@ -35,7 +35,7 @@ from backends.train.tensor_shards import Shard
 from specs.errors import ModelError
 
 MODELS = {"qwen2": QWEN2, "gpt2": GPT2, "gemma2": GEMMA2}
-MODELS["experts one by one"] = FAMILIES["qwen3_moe"].config
+MODELS |= {"experts one by one": FAMILIES["qwen3_moe"].config, "names of Mixtral": FAMILIES["mixtral"].config}
 
 
 def saved_model(folder: Path, config: dict[str, Any] = QWEN2, shard_bytes: str = "5GB") -> Path:
@@ -183,7 +183,7 @@ def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return elements
 
 
-@pytest.mark.parametrize("family", ["qwen2", "experts one by one"])
+@pytest.mark.parametrize("family", ["qwen2", "experts one by one", "names of Mixtral"])
 def test_the_engine_streams_when_it_can(family: str, tmp_path: Path, elements_read: list[int]) -> None:
     engine = engine_of(saved_model(tmp_path, MODELS[family]), model={"from_scratch": False})
     assert sum(elements_read) == engine.built().parameters

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from corpus import write_weights
 from families import FAMILIES
 from small_spec import raw_spec
+from stock_model import write_family
 
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.model_tensors import tensors_of_config, tensors_on_disk
@@ -46,6 +48,12 @@ def test_a_link_to_nowhere_is_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
     found = ModelCheck(spec_from(raw_spec(), [f"model.path={tmp_path}", "model.from_scratch=false"]), "actor", tmp_path)
     assert "model.safetensors cannot be read: No such file" in str(found.problems)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_that_transformers_writes_have_no_problems(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path / "model", family)
+    assert [*weight_problems(folder, json.loads((folder / "config.json").read_text()), "lm")] == []
 
 
 def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path) -> None:
