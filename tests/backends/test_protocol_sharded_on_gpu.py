@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import sharded_worker
 from gpu import needs
-from outcomes import Outcome, farthest, outcome
+from outcomes import Outcome, outcome
 from sharded_worker import CASES, FUSED_ON_GPU, ON_ONE_RANK, STEPS
-from train_helpers import QWEN2, write_model
+from train_helpers import QWEN2, largest_gap, write_model
 
 from backends.protocol import Rank
 
@@ -55,7 +55,7 @@ def assert_alike(ours: Outcome, one: Outcome, close: float) -> None:
     assert ours.norms() == pytest.approx(one.norms(), rel=close)
     for step in range(STEPS + 1):
         np.testing.assert_allclose(ours.told(step), one.told(step), rtol=0, atol=close)
-    assert farthest(ours.weights, one.weights) < close
+    assert largest_gap(ours.weights, one.weights) < close
 
 
 @pytest.mark.parametrize(("case", "device"), [("ddp", "cpu"), *IN_FP32])
@@ -91,10 +91,10 @@ def test_resume_is_the_step_that_would_have_come(root: Path, case: str, device: 
     one, saved = reference(root, case), str(root / "one rank" / "state")
     ours = trained(root, case, out=f"{case} {device} resumed", device=device, load=saved)
     assert ours.losses()[-1] == pytest.approx(one.losses()[-1], rel=1e-4, abs=1e-4)
-    assert farthest(ours.weights, one.weights) < 1e-4
+    assert largest_gap(ours.weights, one.weights) < 1e-4
     trained(root, case, out=f"{case} {device} saves", device=device)
     back = trained(root, "ddp", out=f"{case} {device} back", load=str(root / f"{case} {device} saves" / "state"))
-    assert farthest(back.weights, one.weights) < 1e-4
+    assert largest_gap(back.weights, one.weights) < 1e-4
 
 
 def launch(root: Path, ranks: int, cases: list[str], request: pytest.FixtureRequest) -> None:

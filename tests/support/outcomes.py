@@ -39,8 +39,3 @@ def outcome(root: Path, name: str) -> Outcome:
     reports = [json.loads((folder / f"rank{i}.json").read_text()) for i in range(len(list(folder.glob("rank*.json"))))]
     with np.load(folder / "weights.npz") as weights:
         return Outcome(reports, dict(weights))
-
-
-def farthest(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
-    assert first.keys() == second.keys()
-    return max(float(np.abs(first[name] - second[name]).max()) for name in first)

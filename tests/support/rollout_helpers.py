@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import train_helpers
+from families import LLAMA_LIKE, VOCAB
 from numpy.typing import NDArray
 
 from backends.protocol import RolloutEngine, WeightSpec
 from specs.wire.batch import Batch
-from specs.wire.role_config import ModelConfig, RolloutConfig, Sampling
+from specs.wire.role_config import RolloutConfig, Sampling
 
-VOCAB, END = 23, 1
+END = 1
 MAX_TOKENS = 96
 ROLLOUT_IDS = 10**6  # a rollout is named apart from its sample, so that a mix-up shows
 
 SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    **LLAMA_LIKE,
     "initializer_range": 0.3,  # far from uniform, so that a wrong token shows
     "eos_token_id": END,
     "bos_token_id": None,
@@ -34,26 +29,14 @@ SHAPE = {
 
 def write_model(folder: Path, model_type: str = "qwen2", **changes: object) -> Path:
     """A folder with nothing but `config.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SHAPE, **changes}))
-    return folder
+    return train_helpers.write_model(folder, {"model_type": model_type, **SHAPE, **changes})
 
 
 def rollout_config(
     folder: Path, kind: str = "torch", dtype: str = "fp32", stop: tuple[str, ...] = (), **engine: int
 ) -> RolloutConfig:
-    model = ModelConfig(
-        path=str(folder),
-        from_scratch=True,
-        seed=0,
-        dtype=dtype,
-        attn_implementation="auto",
-        trust_remote_code=False,
-        device="cpu",
-        max_sequence_tokens=MAX_TOKENS,
-    )
     return RolloutConfig(
-        model=model,
+        model=train_helpers.model_config(folder, seed=0, dtype=dtype, max_sequence_tokens=MAX_TOKENS),
         engine={"kind": kind, **engine},
         max_prompt_tokens=16,
         max_response_tokens=MAX_TOKENS - 16,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from local_group import LocalGroup
+from train_helpers import model_config, train_config
 
 from backends.protocol import Rank
 from rlctl.loop.residency import Residency
@@ -16,7 +17,7 @@ from specs.schema.engines.fake_tables import FakeRolloutTable, FakeTrainTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.role_section import Optimizer
 from specs.wire.messages import Verb
-from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
+from specs.wire.role_config import RolloutConfig
 from workers.roles.actor import Actor
 from workers.roles.rollout import Rollout
 
@@ -27,22 +28,16 @@ ENGINES = {
 }
 
 
-def model(seed=1, dtype="fp32"):
-    return ModelConfig(
-        path=str(TINY), from_scratch=True, seed=seed, dtype=dtype, attn_implementation="auto",
-        trust_remote_code=False, device="cpu", max_sequence_tokens=24,
-    )  # fmt: skip
-
-
 def build(kind, replicas=1, dtype="fp32"):
     """Build an actor in fp32 and rollouts in `dtype`; return them, their groups and the size of the vocabulary."""
     train, sample = ENGINES[kind]
     actor, rollouts = Actor(Rank()), [Rollout(Rank(rank=rank)) for rank in range(replicas)]
-    config = TrainConfig(
-        role="actor", model=model(), engine=train, optimizer=Optimizer(lr=0.1), total_optimizer_steps=10,
-        micro_batch_tokens=256, gradient_checkpointing=False, temperature=0.7,
+    config = train_config(
+        TINY, engine=train, optimizer=Optimizer(lr=0.1), micro_batch_tokens=256,
+        model={"seed": 1, "max_sequence_tokens": 24},
     )  # fmt: skip
-    sampler = RolloutConfig(model=model(2, dtype), engine=sample, max_prompt_tokens=12, max_response_tokens=12, stop=())
+    model = model_config(TINY, seed=2, dtype=dtype, max_sequence_tokens=24)
+    sampler = RolloutConfig(model=model, engine=sample, max_prompt_tokens=12, max_response_tokens=12, stop=())
     groups = LocalGroup("actor", [actor.handlers()]), LocalGroup("rollout", [r.handlers() for r in rollouts])
     vocab = groups[0].call(Verb.BUILD, config.model_dump(mode="json"))[0].body["model"]["vocab_size"]
     groups[1].call(Verb.BUILD, sampler.model_dump(mode="json"))

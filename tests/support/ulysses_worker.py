@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
-from families import FAMILIES, LLAMA_LIKE, VOCAB  # noqa: E402
+from families import FAMILIES, VOCAB  # noqa: E402
 from plain_kernel import put_plain_kernel  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch import distributed as dist  # noqa: E402
@@ -49,28 +49,8 @@ from specs.schema.role_section import Lora  # noqa: E402
 LENGTHS = (7, 1, 12, 3, 5, 3)  # 31: no degree divides it
 PARENTS = (-1, -1, -1, -1, 3, 3)  # the last two continue the fourth
 DEGREES = (2, 4)
-WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EIGHT_TO_TWO = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
-GPT_OSS = {
-    **LLAMA_LIKE,
-    **EIGHT_TO_TWO,
-    **WINDOWS,
-    "model_type": "gpt_oss",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
-DEEPSEEK = {  # keys wider than values
-    **LLAMA_LIKE,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "first_k_dense_replace": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -95,9 +75,10 @@ CASES = {
     "gemma3 sdpa": Case(family("gemma3_text", **EIGHT_TO_TWO), "sdpa"),
     "gemma2 flex": Case(family("gemma2"), "flex_attention", learns=False),
     "gemma3 flash 2": Case(family("gemma3_text", **EIGHT_TO_TWO), "flash_attention_2"),
-    "gpt_oss eager": Case(GPT_OSS, "eager"),
+    "gpt_oss eager": Case(family("gpt_oss", **EIGHT_TO_TWO, rope_parameters=PLAIN_ROPE), "eager"),
     "qwen3_moe eager": Case(family("qwen3_moe"), "eager"),
-    "deepseek_v3 sdpa": Case(DEEPSEEK, "sdpa"),
+    # Keys wider than values.
+    "deepseek_v3 sdpa": Case(family("deepseek_v3", v_head_dim=6, first_k_dense_replace=2), "sdpa"),
 }
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import sharded_worker
 from families import FAMILIES
-from outcomes import Outcome, farthest, outcome
+from outcomes import Outcome, outcome
 from sharded_worker import EMPTY_STEP, MEGATRON, MEGATRON_ON_GPU, STEPS
 from stock_model import PROMPTS, TEMPERATURE, family_batch, stock_model, write_family
-from train_helpers import QWEN2, QWEN3_MOE, build_engine, train_config, weights_of, write_model
+from train_helpers import QWEN2, QWEN3_MOE, build_engine, largest_gap, train_config, weights_of, write_model
 
 from backends.protocol import Rank
 from rlctl.memory.activations import Pass, learning_parts
@@ -143,7 +143,7 @@ def test_objectives_are_those_of_ddp(root: Path, case: str) -> None:
     for found, expected in zip(outcome(root, case).objectives(), outcome(root, one).objectives(), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
     weights = [np.load(root / name / "objectives.npz") for name in (case, one)]
-    assert farthest(*map(dict, weights)) < 2e-5
+    assert largest_gap(*map(dict, weights)) < 2e-5
 
 
 @pytest.mark.parametrize("case", MIXED)
@@ -163,7 +163,7 @@ def check_training(ours: Outcome, one: Outcome) -> None:
         np.testing.assert_allclose(rank["proof"], one.ranks[0]["proof"], rtol=0, atol=1e-5)
     for step in range(STEPS + 1):
         np.testing.assert_allclose(ours.told(step), one.told(step), rtol=0, atol=1e-4)
-    assert farthest(ours.weights, one.weights) < 2e-5
+    assert largest_gap(ours.weights, one.weights) < 2e-5
 
 
 def test_megatron_checks_the_options_that_a_spec_adds(root: Path) -> None:
@@ -207,14 +207,14 @@ def test_a_checkpoint_resumes_on_other_axes(root: Path, case: str, saved: str) -
     ours, before = outcome(root, f"{saved} resumed by {case}"), outcome(root, saved)
     assert ours.ranks[0]["checksum"] == before.ranks[0]["checksum"]
     assert ours.losses()[-1] == pytest.approx(before.losses()[-1], rel=0.05 if "bf16" in case else 1e-4)
-    assert farthest(ours.weights, before.weights) < (2e-3 if "bf16" in case else 2e-5)
+    assert largest_gap(ours.weights, before.weights) < (2e-3 if "bf16" in case else 2e-5)
 
 
 @pytest.mark.parametrize("case", ["tensor", *FOUR])
 def test_ddp_goes_on_from_its_checkpoint(root: Path, case: str, tmp_path: Path) -> None:
     job = {"case": "ddp", "out": str(tmp_path), "load": str(root / case / "state")}
     sharded_worker.run(root / "model", job, Rank()).close()
-    assert farthest(outcome(tmp_path, "").weights, outcome(root, case).weights) < 2e-5
+    assert largest_gap(outcome(tmp_path, "").weights, outcome(root, case).weights) < 2e-5
 
 
 @pytest.mark.parametrize("family", READ)
