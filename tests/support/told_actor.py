@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from local_group import LocalGroup
@@ -59,14 +61,23 @@ def drawn() -> tuple[Batch, Scored]:
     return Batch(columns), Scored(reward_B, scored_B, {}, {}, [])
 
 
+def rl_driver(
+    folder: Path,
+    groups: Mapping[str, LocalGroup],
+    *overrides: str,
+    name: str = "fake",
+    steady: Any = None,
+    limits: Any = None,
+    devices: Mapping[str, frozenset[int]] | None = None,
+) -> Rl:
+    """Return the driver of a preset with these groups; the others that `rl` has always answer nothing."""
+    spec = load_spec(preset(name, folder), [*overrides])
+    groups = {role: LocalGroup(role, [{}]) for role in ("rollout", "data", "reward")} | {**groups}
+    residency = Residency(False, [groups["rollout"]], devices=devices)
+    limits = limits or SimpleNamespace(broken_by=lambda gap: False)
+    return Rl(spec, groups, residency, steady or SimpleNamespace(), limits, UpdateWindow(), Said())
+
+
 def driver_of(tmp_path: Path, *overrides: str) -> tuple[Rl, Actor]:
-    spec, actor, rollout = load_spec(preset("fake", tmp_path), [*overrides]), Actor(), LocalGroup("rollout", [{}])
-    groups = {
-        "actor": actor.group,
-        "rollout": rollout,
-        "data": LocalGroup("data", [{}]),
-        "reward": LocalGroup("reward", [{}]),
-    }
-    budget = SimpleNamespace(broken_by=lambda gap: False)
-    steady = SimpleNamespace()
-    return Rl(spec, groups, Residency(False, [rollout]), steady, budget, UpdateWindow(), Said()), actor
+    actor = Actor()
+    return rl_driver(tmp_path, {"actor": actor.group}, *overrides), actor

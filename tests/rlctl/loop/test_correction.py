@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import Said
 from running import preset
-from told_actor import drawn, driver_of
+from told_actor import drawn, driver_of, rl_driver
 
 from rlctl.loop import finite_check
 from rlctl.loop.correction import correct, diagnostics, without_non_numbers
-from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits, gap_limits
-from rlctl.loop.residency import Residency
-from rlctl.recipes.rl import Rl
 from specs.errors import LogprobGapError, NotFiniteError
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm import Correction
@@ -179,17 +175,10 @@ def test_the_driver_sends_the_weights_with_every_update(tmp_path: Path, anchor: 
 def test_a_gap_over_its_limit_stops_the_run_whatever_the_correction_would_do(tmp_path: Path) -> None:
     """Every token is 4 nats off: a mask would leave nothing to learn from, and nothing to notice."""
     options = ['algorithm.correction={mode="mask"}', "algorithm.mini_batches_per_step=2"]
-    spec = load_spec(preset("fake", tmp_path), options)
-    rollout, asked = LocalGroup("rollout", [{}]), []
+    limits = GapLimits(*gap_limits(load_spec(preset("fake", tmp_path), options)), tmp_path, {}, lambda text: None)
+    asked: list[Any] = []
     actor = LocalGroup("actor", [{Verb.UPDATE: lambda call, emit: asked.append(call)}] * 2)
-    groups = {
-        "actor": actor,
-        "rollout": rollout,
-        "data": LocalGroup("data", [{}]),
-        "reward": LocalGroup("reward", [{}]),
-    }
-    limits = GapLimits(*gap_limits(spec), tmp_path, {}, lambda text: None)
-    driver = Rl(spec, groups, Residency(False, [rollout]), SimpleNamespace(), limits, UpdateWindow(), Said())
+    driver = rl_driver(tmp_path, {"actor": actor}, *options, limits=limits)
     batch, scored = drawn()
     columns = {name: column for name, column in batch.columns.items() if name != "old_logprob_T"}
     broken = Batch({**columns, "old_logprob_T": batch["rollout_logprob_T"] - 4, "row_B": batch["id_B"]})

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import Said
-from running import preset
-from told_actor import STEPPED, drawn
+from told_actor import STEPPED, drawn, rl_driver
 
-from rlctl.loop.driver import UpdateWindow
-from rlctl.loop.residency import Residency
 from rlctl.recipes.rl import Rl
 from specs.errors import NotFiniteError
-from specs.load.load import load_spec
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
 
@@ -51,15 +46,8 @@ class Learners:
         return {Verb.UPDATE: update, Verb.STEP: step, Verb.VALUES: values, Verb.LOGPROBS: logprobs}
 
 
-def ppo_driver(
-    tmp_path: Path, learners: Learners, *overrides: str, devices: dict[str, frozenset[int]] | None = None
-) -> Rl:
-    spec = load_spec(preset("fake", tmp_path), ["algorithm.kind=ppo", *overrides])
-    others = {role: LocalGroup(role, [{}]) for role in ("rollout", "data", "reward")}
-    residency = Residency(False, [others["rollout"]], devices=devices)
-    limits = SimpleNamespace(broken_by=lambda gap: False)
-    steady = SimpleNamespace()
-    return Rl(spec, learners.groups | others, residency, steady, limits, UpdateWindow(), Said())
+def ppo_driver(tmp_path: Path, learners: Learners, *overrides: str, **more: Any) -> Rl:
+    return rl_driver(tmp_path, learners.groups, "algorithm.kind=ppo", *overrides, **more)
 
 
 def test_values_return_to_their_tokens_and_both_learn_from_the_same_samples(tmp_path: Path) -> None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import Said, bigram_folder, local_run
+from local_run import bigram_folder, local_run
 from running import preset
-from told_actor import LIMIT, RANKS, drawn, driver_of
+from told_actor import LIMIT, RANKS, drawn, driver_of, rl_driver
 
-from rlctl.loop.driver import UpdateWindow
-from rlctl.loop.residency import Residency
-from rlctl.recipes.rl import Rl
-from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PRESETS
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -46,14 +41,8 @@ def test_the_reference_is_asked_and_of_an_actor_with_adapters_the_model_below_th
 
     options = ["algorithm.kl_coef=0.1", f"algorithm.mini_batches_per_step={updates}"]
     options += ["model.from_scratch=false", "actor.lora.rank=4"] if adapters else []
-    spec, rollout = load_spec(preset("quickstart", tmp_path), options), LocalGroup("rollout", [{}])
-    roles = ("actor",) if adapters else ("actor", "ref")
-    groups = {role: logprobs(role) for role in roles} | {
-        "rollout": rollout,
-        "data": LocalGroup("data", [{}]),
-        "reward": LocalGroup("reward", [{}]),
-    }
-    driver = Rl(spec, groups, Residency(False, [rollout]), SimpleNamespace(), None, UpdateWindow(), Said())
+    groups = {role: logprobs(role) for role in (("actor",) if adapters else ("actor", "ref"))}
+    driver = rl_driver(tmp_path, groups, *options, name="quickstart")
     batch, _ = drawn()
     names = [name for name in batch.columns if name != "old_logprob_T"]
     learned = driver.add_model_columns(batch.only(names), 1)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import Said
-from running import preset
+from told_actor import rl_driver
 
-from rlctl.loop.driver import UpdateWindow
 from rlctl.loop.finite_check import check_batch
-from rlctl.loop.residency import Residency
-from rlctl.recipes.rl import Rl
 from specs.errors import NotFiniteError
-from specs.load.load import load_spec
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
 
@@ -81,13 +75,8 @@ def test_a_loss_that_is_not_a_number_stops_before_the_optimizer_step(tmp_path: P
         return {}, {"logprob_T": spoiled(ratio, 9)}
 
     actor = LocalGroup("actor", [{Verb.UPDATE: update, Verb.LOGPROBS: logprobs}])  # no STEP: it would raise
-    groups = {"actor": actor, **{role: LocalGroup(role, [{}]) for role in ("rollout", "data", "reward")}}
-    limits = SimpleNamespace(broken_by=lambda gap: False)
-    window = UpdateWindow()
-    sync = SimpleNamespace()
-    residency = Residency(False, [groups["rollout"]])
-    driver = Rl(load_spec(preset("fake", tmp_path), []), groups, residency, sync, limits, window, Said())
+    driver = rl_driver(tmp_path, {"actor": actor})
     with pytest.raises(NotFiniteError, match=r"step 3: loss is nan in the update\. Worst sample: id 42"):
         driver.update(batch_of(), 3)
     assert actor.verbs == [Verb.UPDATE, Verb.LOGPROBS]
-    assert not window.is_open, "the last finished step can still be saved"
+    assert not driver.window.is_open, "the last finished step can still be saved"

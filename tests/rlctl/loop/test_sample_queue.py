@@ -10,17 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import Said, local_run
+from local_run import local_run
 from running import preset
+from told_actor import rl_driver
 
 from rlctl.loop.clock import Clock
-from rlctl.loop.driver import UpdateWindow
-from rlctl.loop.residency import Residency
 from rlctl.loop.sample_queue import Planned, SampleQueue, _read, _write
 from rlctl.loop.sampling import Drawn, Sampler, Scored, Thrown
 from rlctl.loop.scores.graders import Grading
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
-from rlctl.recipes.rl import Rl
 from specs.errors import GradingError
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
@@ -181,7 +179,6 @@ def test_a_group_with_an_old_sample_goes_as_a_whole(tmp_path: Path) -> None:
 
 def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
     """In a step after which none were due, too."""
-    spec = load_spec(preset("fake", tmp_path), ["rollout.max_staleness=2", "eval.every=3", "eval.prompts=8"])
     roles, sent = Roles(), [2]
 
     def sync(step: int) -> None:
@@ -190,7 +187,8 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
 
     steady = SimpleNamespace(holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None)
     groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
-    driver = Rl(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), Said())
+    options = ("rollout.max_staleness=2", "eval.every=3", "eval.prompts=8")
+    driver = rl_driver(tmp_path, groups, *options, steady=steady)
     driver.evaluate(3)
     driver.evaluate(3)
     assert [what for what, _ in roles.log] == ["sync", "sample", "sample"]
