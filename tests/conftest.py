@@ -80,6 +80,12 @@ def test_data() -> Path:
     return Path(folder)
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Return the only kind of event loop in which async tests run."""
+    return "asyncio"
+
+
 @pytest.fixture
 def warm_children() -> Iterator[None]:
     """What the test starts with torch in it is a fork of a process that has imported it (`warm.py`)."""

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment_pools import LIMIT_S, make_pool, opened, run, written
-
-from workers.environments.environment_pool import Described
+from environment_pools import LIMIT_S, make_pool, opened, started, written
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples" / "environments"
 
@@ -39,7 +37,9 @@ def needs(library: str) -> pytest.MarkDecorator:
         ("verifiers_taskset.py", {"agent": "verifiers_taskset.py:run"}, "agent"),
     ],
 )
-def test_an_example_loads_without_its_library(tmp_path: Path, file: str, setup: dict[str, Any], mode: str) -> None:
+async def test_an_example_loads_without_its_library(
+    tmp_path: Path, file: str, setup: dict[str, Any], mode: str
+) -> None:
     """A package of its library's name that has whatever is imported from it stands in."""
     copied(tmp_path, file)
     for module in re.findall(r"^(?:from|import) ((?:textarena|verifiers)[\w.]*)", (EXAMPLES / file).read_text(), re.M):
@@ -49,20 +49,16 @@ def test_an_example_loads_without_its_library(tmp_path: Path, file: str, setup: 
             place.mkdir(parents=True, exist_ok=True)
             (place / "__init__.py").write_text("def __getattr__(name): return None\n")
     pool = make_pool(tmp_path, env={"PYTHONPATH": str(tmp_path / "packages")}, processes=1, **setup)
-
-    async def test(described: Described) -> None:
+    async with started(pool) as described:
         assert (described.mode, described.tools) == (mode, ())
         assert described.takes_seed == (mode == "text")
 
-    run(pool, test)
-
 
 @needs("textarena")
-def test_a_game_of_textarena(tmp_path: Path) -> None:
+async def test_a_game_of_textarena(tmp_path: Path) -> None:
     path = f"{copied(tmp_path, 'textarena_env.py')}:TextArena"
     pool = make_pool(tmp_path, path=path, processes=1)
-
-    async def test(described: Described) -> None:
+    async with started(pool):
         turns = []
         for _ in range(2):
             low, high, done, rewards = 1, 20, False, []
@@ -78,8 +74,6 @@ def test_a_game_of_textarena(tmp_path: Path) -> None:
             turns.append((guess, len(rewards)))
             assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
         assert turns[0] == turns[1], "the seed is the game"
-
-    run(pool, test)
 
 
 OPENENV = """
@@ -132,13 +126,12 @@ OPENENV = """
 
 
 @needs("openenv")
-def test_an_environment_of_openenv(tmp_path: Path) -> None:
+async def test_an_environment_of_openenv(tmp_path: Path) -> None:
     copied(tmp_path, "openenv_env.py")
     mine = written(tmp_path, OPENENV, "mine.py")
     numbers = make_pool(tmp_path, path=f"{mine}:Numbers", processes=1)
     walks = make_pool(tmp_path, path=f"{mine}:Walks", processes=1)
-
-    async def test_numbers(described: Described) -> None:
+    async with started(numbers):
         environment = await numbers.open()
         first = await environment.reset({"number": 7, "prompt": "…"}, 5)
         assert first.content == "\nGuess. The seed is 5."
@@ -148,16 +141,11 @@ def test_an_environment_of_openenv(tmp_path: Path) -> None:
             ("right", 1.0, True),
         ]
         await environment.close()
-
-    async def test_walks(described: Described) -> None:
-        async with opened(walks, {"start": 4, "prompt": "…"}) as environment:
-            wrong = await environment.step("left")
-            assert ("Invalid JSON" in str(wrong.text), wrong.reward, wrong.done) == (True, 0.0, False)
-            walked = await environment.step('{"left": 1, "up": 2}')
-            assert (json.loads(str(walked.text)), walked.reward) == ({"x": 3, "y": 2}, 0.5)
-
-    run(numbers, test_numbers)
-    run(walks, test_walks)
+    async with started(walks), opened(walks, {"start": 4, "prompt": "…"}) as environment:
+        wrong = await environment.step("left")
+        assert ("Invalid JSON" in str(wrong.text), wrong.reward, wrong.done) == (True, 0.0, False)
+        walked = await environment.step('{"left": 1, "up": 2}')
+        assert (json.loads(str(walked.text)), walked.reward) == ({"x": 3, "y": 2}, 0.5)
 
 
 TASKSET = """
@@ -195,7 +183,7 @@ TASKSET = """
 
 @needs("verifiers")
 @pytest.mark.slow
-def test_a_taskset_of_verifiers(tmp_path: Path) -> None:
+async def test_a_taskset_of_verifiers(tmp_path: Path) -> None:
     example = copied(tmp_path, "verifiers_taskset.py")
     written(tmp_path, TASKSET, "adding.py")
     command = [sys.executable, example, "adding", "3"]
@@ -216,9 +204,7 @@ def test_a_taskset_of_verifiers(tmp_path: Path) -> None:
         finally:
             await environment.close()
 
-    async def test(described: Described) -> None:
+    async with started(pool):
         assert await outcome("2") == {"reward": 2.5, "metrics": {"length": 1.0}}
         assert await outcome("two") == {"reward": 0.5, "metrics": {"length": 3.0}}
         assert await outcome("It is 2.") == {"reward": 0.0, "metrics": {"length": 8.0}}
-
-    run(pool, test)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from specs.schema.environment import EnvironmentSection
 from workers.environments.environment_pool import Described, Environment, EnvironmentPool
 
 LIMIT_S = 90.0  # on a busy machine any call may take seconds
-T = TypeVar("T")
 
 
 def written(folder: Path, code: str, name: str = "users.py") -> str:
@@ -49,13 +47,3 @@ async def opened(
         yield environment
     finally:
         await environment.close()
-
-
-def run(pool: EnvironmentPool, test: Callable[[Described], Awaitable[T]]) -> T:
-    """Run a test with a pool that has started."""
-
-    async def inside() -> T:
-        async with started(pool) as described:
-            return await test(described)
-
-    return asyncio.run(inside())

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment_pools import make_pool, run, written
+from environment_pools import make_pool, started, written
 
 from specs.errors import RewardError
-from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
+from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool
 from workers.episodes.episode import Ended
 
 CODE = """
@@ -58,80 +58,65 @@ async def answers(_: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"role": "assistant", "content": ""}
 
 
-def test_an_object_is_an_agent_too(tmp_path: Path) -> None:
+async def test_an_object_is_an_agent_too(tmp_path: Path) -> None:
     pool = agent_pool(tmp_path, "agent")
-
-    async def test(_: Described) -> None:
+    async with started(pool):
         environment = await pool.open()
         assert await environment.run_agent({}, answers) == {"reward": None, "metrics": {}}
         await environment.close()
-
-    run(pool, test)
     with pytest.raises(RewardError, match="Agent is not async"):
-        run(agent_pool(tmp_path, "Agent"), test)
+        await agent_pool(tmp_path, "Agent").start()
 
 
-def test_no_proxy_stands_before_the_gateway(tmp_path: Path) -> None:
+async def test_no_proxy_stands_before_the_gateway(tmp_path: Path) -> None:
     pool = agent_pool(tmp_path, "bypasses", http_proxy="http://127.0.0.1:9", NO_PROXY=".here")
-
-    async def test(_: Described) -> None:
+    async with started(pool):
         for _ in range(2):
             environment = await pool.open()
             metrics = (await environment.run_agent({}, answers))["metrics"]
             assert metrics == {"127.0.0.1": 1.0, "a.here": 1.0, "elsewhere": 0.0}
             await environment.close()
 
-    run(pool, test)
-
 
 @pytest.mark.parametrize(
     ("name", "text"), [("raises", "KeyError: 'task'"), ("lies", r"the agent gave '1.0' \(str\), not a finite number")]
 )
-def test_an_agent_that_fails(tmp_path: Path, name: str, text: str) -> None:
+async def test_an_agent_that_fails(tmp_path: Path, name: str, text: str) -> None:
     pool = agent_pool(tmp_path, name)
-
-    async def test(_: Described) -> None:
+    async with started(pool):
         environment = await pool.open()
         with pytest.raises(EnvironmentLost, match=text):
             await environment.run_agent({}, answers)
         await environment.close()
 
-    run(pool, test)
 
-
-def test_the_refusal_that_ends_an_agent_is_told_not_one_that_it_coped_with(tmp_path: Path) -> None:
+async def test_the_refusal_that_ends_an_agent_is_told_not_one_that_it_coped_with(tmp_path: Path) -> None:
     pool = agent_pool(tmp_path, "copes_once")
     refusals: list[Exception] = [EnvironmentLost("crash", "no list"), Ended("max_turns")]
 
     async def refuses(_: Mapping[str, Any]) -> Mapping[str, Any]:
         raise refusals.pop(0)
 
-    async def test(_: Described) -> None:
+    async with started(pool):
         environment = await pool.open()
         with pytest.raises(Ended, match="max_turns"):
             await environment.run_agent({}, refuses)
         await environment.close()
 
-    run(pool, test)
 
-
-def test_answers_that_nobody_waits_for_do_not_disturb_the_next_episode(tmp_path: Path) -> None:
+async def test_answers_that_nobody_waits_for_do_not_disturb_the_next_episode(tmp_path: Path) -> None:
     pool = agent_pool(tmp_path, "impatient")
-
-    async def test(_: Described) -> None:
+    async with started(pool):
         for _ in range(3):
             environment = await pool.open()
             assert await environment.run_agent({}, answers) == {"reward": None, "metrics": {}}
             await environment.close()
 
-    run(pool, test)
 
-
-def test_a_cancelled_agent_and_its_requests_end(tmp_path: Path) -> None:
+async def test_a_cancelled_agent_and_its_requests_end(tmp_path: Path) -> None:
     pool = agent_pool(tmp_path, "gives_up")
     ends: list[str] = []
-
-    async def test(_: Described) -> None:
+    async with started(pool):
         for _ in range(2):
             environment = await pool.open()
             asked = asyncio.Event()
@@ -151,5 +136,3 @@ def test_a_cancelled_agent_and_its_requests_end(tmp_path: Path) -> None:
                 await running
             await environment.close()
         assert ends == ["ended", "ended"]
-
-    run(pool, test)

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from environment_pools import LIMIT_S, make_pool, opened, run, started, written
+from environment_pools import LIMIT_S, make_pool, opened, started, written
 from process_ends import ended
 
 from specs.errors import RewardError
@@ -140,24 +141,25 @@ def naughty(folder: Path, **options: int) -> EnvironmentPool:
     return make_pool(folder, path=written(folder, CODE) + ":Naughty", **options)
 
 
-def with_pool(folder: Path, test: Callable[[EnvironmentPool], Awaitable[None]], **options: int) -> None:
+@asynccontextmanager
+async def naughty_pool(folder: Path, **options: int) -> AsyncIterator[EnvironmentPool]:
     pool = naughty(folder, **options)
-    run(pool, lambda _: test(pool))
+    async with started(pool):
+        yield pool
 
 
 async def does(environment: Environment, what: str) -> EnvironmentReply:
     return await environment.call("do", {"what": what})
 
 
-def test_a_crash_says_how_the_process_ended(tmp_path: Path) -> None:
+async def test_a_crash_says_how_the_process_ended(tmp_path: Path) -> None:
     ends = {
         "exit": "the process ended with status 3",
         "segfault": "the process was killed by SIGSEGV",
         "close": "the process ended with status 1",
         "forge": "its code wrote to the socket that answers",
     }
-
-    async def test(pool: EnvironmentPool) -> None:
+    async with naughty_pool(tmp_path, processes=1) as pool:
         for what, text in ends.items():
             async with opened(pool) as environment:
                 with pytest.raises(EnvironmentLost) as caught:
@@ -168,11 +170,9 @@ def test_a_crash_says_how_the_process_ended(tmp_path: Path) -> None:
             async with opened(pool) as environment:
                 assert (await does(environment, "print")).text == ""
 
-    with_pool(tmp_path, test, processes=1)
 
-
-def test_errors_of_a_tool_are_for_the_model_and_its_prints_for_the_log(tmp_path: Path) -> None:
-    async def test(pool: EnvironmentPool) -> None:
+async def test_errors_of_a_tool_are_for_the_model_and_its_prints_for_the_log(tmp_path: Path) -> None:
+    async with naughty_pool(tmp_path, memory_MiB=128) as pool:
         async with opened(pool) as environment:
             for what, text in {
                 "sys_exit": "SystemExit: 5",
@@ -194,15 +194,13 @@ def test_errors_of_a_tool_are_for_the_model_and_its_prints_for_the_log(tmp_path:
         assert "SystemExit: 5" in log
         assert "\x1b" not in log
 
-    with_pool(tmp_path, test, memory_MiB=128)
-
 
 def left_lines(folder: Path) -> list[str]:
     return [line for line in (folder / "output.log").read_text().splitlines(True) if re.match("left.*\n", line)]
 
 
-def test_what_an_episode_leaves_running_is_killed(tmp_path: Path) -> None:
-    async def test(pool: EnvironmentPool) -> None:
+async def test_what_an_episode_leaves_running_is_killed(tmp_path: Path) -> None:
+    async with naughty_pool(tmp_path) as pool:
         async with opened(pool) as environment:
             pids = json.loads(str((await does(environment, "fork")).text))
             assert (await does(environment, "return_twice")).text == "parent"
@@ -216,11 +214,9 @@ def test_what_an_episode_leaves_running_is_killed(tmp_path: Path) -> None:
         assert len(pids) == 3
         assert all(map(ended, pids))
 
-    with_pool(tmp_path, test)
 
-
-def test_a_process_serves_the_next_episode_unless_told_otherwise(tmp_path: Path) -> None:
-    async def test(pool: EnvironmentPool) -> None:
+async def test_a_process_serves_the_next_episode_unless_told_otherwise(tmp_path: Path) -> None:
+    async with naughty_pool(tmp_path, processes=1) as pool:
         contents = []
         for reuse in (True, False, True):
             environment = await pool.open()
@@ -232,13 +228,10 @@ def test_a_process_serves_the_next_episode_unless_told_otherwise(tmp_path: Path)
         assert pids[0] == pids[1] != pids[2]
         assert ended(int(pids[0]))
 
-    with_pool(tmp_path, test, processes=1)
 
-
-def test_a_thread_that_an_episode_leaves_ends_with_it(tmp_path: Path) -> None:
+async def test_a_thread_that_an_episode_leaves_ends_with_it(tmp_path: Path) -> None:
     """Its process serves no other episode, unless the thread only waits for work from asyncio."""
-
-    async def test(pool: EnvironmentPool) -> None:
+    async with naughty_pool(tmp_path, processes=1) as pool:
         numbers = []
         for what in ("in_a_thread", "leave_a_thread", "in_a_thread"):
             environment = await pool.open()
@@ -247,13 +240,10 @@ def test_a_thread_that_an_episode_leaves_ends_with_it(tmp_path: Path) -> None:
             await environment.close()
         assert numbers == ["1", "2", "1"]
 
-    with_pool(tmp_path, test, processes=1)
 
-
-def test_where_an_episode_went_and_what_it_set_ends_with_it(tmp_path: Path) -> None:
+async def test_where_an_episode_went_and_what_it_set_ends_with_it(tmp_path: Path) -> None:
     """The next one in its process finds the working directory and the variables as it did."""
-
-    async def test(pool: EnvironmentPool) -> None:
+    async with naughty_pool(tmp_path, processes=1) as pool:
         found = []
         for _ in range(2):
             environment = await pool.open()
@@ -263,11 +253,10 @@ def test_where_an_episode_went_and_what_it_set_ends_with_it(tmp_path: Path) -> N
         assert found[0] == found[1]
         assert str(tmp_path) not in found[0][1]
 
-    with_pool(tmp_path, test, processes=1)
 
+async def test_a_cancelled_call_frees_its_slot(tmp_path: Path) -> None:
+    async with naughty_pool(tmp_path, processes=1) as pool:
 
-def test_a_cancelled_call_frees_its_slot(tmp_path: Path) -> None:
-    async def test(pool: EnvironmentPool) -> None:
         async def episode() -> None:
             async with opened(pool) as environment:
                 await does(environment, "hang")
@@ -292,11 +281,9 @@ def test_a_cancelled_call_frees_its_slot(tmp_path: Path) -> None:
                 await task
         await asyncio.wait_for(wait_for_a_slot(), LIMIT_S)
 
-    with_pool(tmp_path, test, processes=1)
 
-
-def test_the_process_that_forks_is_replaced(tmp_path: Path) -> None:
-    async def test(pool: EnvironmentPool) -> None:
+async def test_the_process_that_forks_is_replaced(tmp_path: Path) -> None:
+    async with naughty_pool(tmp_path) as pool:
         async with opened(pool) as environment:
             zygote = int(str((await does(environment, "zygote")).text))
             os.kill(zygote, signal.SIGKILL)
@@ -306,35 +293,27 @@ def test_the_process_that_forks_is_replaced(tmp_path: Path) -> None:
         async with opened(pool), opened(pool) as environment:
             assert (await does(environment, "zygote")).text != str(zygote)
 
-    with_pool(tmp_path, test)
+
+async def test_episodes_that_begin_as_the_process_that_forks_ends_are_lost(tmp_path: Path) -> None:
+    async with naughty_pool(tmp_path, processes=4) as pool, opened(pool) as environment:
+        zygote = int(str((await does(environment, "zygote")).text))
+        os.kill(zygote, signal.SIGKILL)
+        assert ended(zygote)
+        found = await asyncio.gather(*(pool.open() for _ in range(3)), return_exceptions=True)
+        assert {type(each) for each in found} <= {EnvironmentLost, Environment}, found
+        assert EnvironmentLost in map(type, found)
+        for each in found:
+            if isinstance(each, Environment):
+                await each.close()
 
 
-def test_episodes_that_begin_as_the_process_that_forks_ends_are_lost(tmp_path: Path) -> None:
-    async def test(pool: EnvironmentPool) -> None:
-        async with opened(pool) as environment:
-            zygote = int(str((await does(environment, "zygote")).text))
-            os.kill(zygote, signal.SIGKILL)
-            assert ended(zygote)
-            found = await asyncio.gather(*(pool.open() for _ in range(3)), return_exceptions=True)
-            assert {type(each) for each in found} <= {EnvironmentLost, Environment}, found
-            assert EnvironmentLost in map(type, found)
-            for each in found:
-                if isinstance(each, Environment):
-                    await each.close()
-
-    with_pool(tmp_path, test, processes=4)
-
-
-def test_the_log_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_log_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LOG_BYTES", 100_000)
-
-    async def test(pool: EnvironmentPool) -> None:
+    async with naughty_pool(tmp_path) as pool:
         for _ in range(2):
             async with opened(pool) as environment:
                 await does(environment, "print")
         assert (tmp_path / "output.log").stat().st_size < 100_000
-
-    with_pool(tmp_path, test)
 
 
 def test_everything_ends_with_the_parent(tmp_path: Path) -> None:
@@ -372,20 +351,16 @@ def test_everything_ends_with_the_parent(tmp_path: Path) -> None:
     assert all(map(ended, pids))
 
 
-def test_a_closed_pool_opens_nothing_and_open_environments_end(tmp_path: Path) -> None:
+async def test_a_closed_pool_opens_nothing_and_open_environments_end(tmp_path: Path) -> None:
     pool = naughty(tmp_path)
-
-    async def test() -> None:
-        async with started(pool):
-            environment = await pool.open()
-            await environment.reset({}, 0)
-        with pytest.raises(EnvironmentLost, match="the process is gone"):
-            await does(environment, "print")
-        await environment.close()
-        with pytest.raises(RewardError, match="the pool is closed"):
-            await pool.open()
-
-    asyncio.run(test())
+    async with started(pool):
+        environment = await pool.open()
+        await environment.reset({}, 0)
+    with pytest.raises(EnvironmentLost, match="the process is gone"):
+        await does(environment, "print")
+    await environment.close()
+    with pytest.raises(RewardError, match="the pool is closed"):
+        await pool.open()
 
 
 def test_a_file_that_hangs_or_exits_when_it_is_imported(tmp_path: Path) -> None:

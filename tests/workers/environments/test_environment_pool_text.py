@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment_pools import make_pool, run, written
+from environment_pools import make_pool, started, written
 
-from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool, EnvironmentReply
+from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool, EnvironmentReply
 
 CODE = '''
     class Base:
@@ -76,12 +76,11 @@ def pool_of(folder: Path, name: str) -> EnvironmentPool:
     return make_pool(folder, path=f"{written(folder, CODE)}:{name}", processes=1)
 
 
-def episode(
+async def episode(
     folder: Path, name: str, row: dict[str, Any], seed: int, texts: list[str]
 ) -> tuple[Any, list[EnvironmentReply]]:
     pool = pool_of(folder, name)
-
-    async def test(described: Described) -> tuple[Any, list[EnvironmentReply]]:
+    async with started(pool) as described:
         assert (described.mode, described.tools) == ("text", ())
         environment = await pool.open()
         messages = row.get("messages", [{"role": "user", "content": "p"}])
@@ -91,11 +90,9 @@ def episode(
         await environment.close()
         return content, replies
 
-    return run(pool, test)
 
-
-def test_gymnasium(tmp_path: Path) -> None:
-    content, replies = episode(tmp_path, "Gymnasium", {"a": 1}, 2, ["5", "1"])
+async def test_gymnasium(tmp_path: Path) -> None:
+    content, replies = await episode(tmp_path, "Gymnasium", {"a": 1}, 2, ["5", "1"])
     assert content == "guess below 2"
     assert replies == [
         EnvironmentReply("wrong", 0.0, done=False),
@@ -104,8 +101,8 @@ def test_gymnasium(tmp_path: Path) -> None:
     assert "closed" in (tmp_path / "output.log").read_text()
 
 
-def test_old_gym_whose_observations_are_no_text_and_text_alone(tmp_path: Path) -> None:
-    content, replies = episode(tmp_path, "Old", {"prompt": "p"}, 0, ["x", "text alone", "end"])
+async def test_old_gym_whose_observations_are_no_text_and_text_alone(tmp_path: Path) -> None:
+    content, replies = await episode(tmp_path, "Old", {"prompt": "p"}, 0, ["x", "text alone", "end"])
     assert content == '{"board": "p"}'
     assert replies == [
         EnvironmentReply('{"board": "x"}', 1.0, done=False),
@@ -115,8 +112,8 @@ def test_old_gym_whose_observations_are_no_text_and_text_alone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("row", [{"prompt": "p"}, {"messages": [{"role": "system", "content": "s"}], "prompt": "s"}])
-def test_skyrl_gym(tmp_path: Path, row: dict[str, Any]) -> None:
-    content, replies = episode(tmp_path, "SkyRL", row, 0, ["x", "end"])
+async def test_skyrl_gym(tmp_path: Path, row: dict[str, Any]) -> None:
+    content, replies = await episode(tmp_path, "SkyRL", row, 0, ["x", "end"])
     assert content == [{"role": "user", "content": "begin"}]  # what the prompt has is not there twice
     assert replies == [
         EnvironmentReply([{"role": "user", "content": "x"}], 0.25, done=False),
@@ -124,25 +121,21 @@ def test_skyrl_gym(tmp_path: Path, row: dict[str, Any]) -> None:
     ]
 
 
-def test_contents_of_messages_are_text(tmp_path: Path) -> None:
+async def test_contents_of_messages_are_text(tmp_path: Path) -> None:
     """Parts of text and null are what they say, and anything else is JSON: never what Python shows."""
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     said = [{"role": "user", "content": content} for content in (parts, None, {"a": [None]}, "as it is")]
     pool = pool_of(tmp_path, "Says")
-
-    async def test(described: Described) -> None:
+    async with started(pool):
         environment = await pool.open()
         texts = ["a b", "", '{"a": [null]}', "as it is"]
         found = await environment.reset({"said": said}, 0), (await environment.step("")).text
         assert found == ([{"role": "user", "content": text} for text in texts],) * 2
 
-    run(pool, test)
 
-
-def test_what_no_reply_can_be_made_of_loses_the_episode(tmp_path: Path) -> None:
+async def test_what_no_reply_can_be_made_of_loses_the_episode(tmp_path: Path) -> None:
     pool = pool_of(tmp_path, "Bad")
-
-    async def test(_: Described) -> None:
+    async with started(pool):
         for action, text in {
             "table": "step returned observation, reward, done, not observations, reward, done",
             "pair": r"step returned 2 values, not \(observation, reward",
@@ -159,5 +152,3 @@ def test_what_no_reply_can_be_made_of_loses_the_episode(tmp_path: Path) -> None:
         with pytest.raises(EnvironmentLost, match=r"get_reward gave 'high' \(str\)"):
             await environment.reward()
         await environment.close()
-
-    run(pool, test)

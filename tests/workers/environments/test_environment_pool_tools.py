@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from environment_pools import make_pool, opened, run, written
+from environment_pools import make_pool, opened, started, written
 
 from workers.environments.environment_pool import (
     Described,
@@ -99,10 +99,9 @@ INCREMENT = {
 }
 
 
-def test_a_class_written_for_trl(tmp_path: Path) -> None:
+async def test_a_class_written_for_trl(tmp_path: Path) -> None:
     pool = make_pool(tmp_path, path=written(tmp_path, TRL_CLASS) + ":IncrementEnv")
-
-    async def test(described: Described) -> None:
+    async with started(pool) as described:
         assert described == Described("tools", (INCREMENT,), "IncrementEnv", takes_seed=True, gives_reward=True)
         environment = await pool.open()
         assert await environment.reset({"target": 3, "prompt": "p"}, 0) == "Increment the counter to 3."
@@ -113,13 +112,25 @@ def test_a_class_written_for_trl(tmp_path: Path) -> None:
         async with opened(pool) as environment:
             assert await environment.reward() == 0.0
 
-    run(pool, test)
 
-
-def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
+async def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
     pool = make_pool(tmp_path, path=written(tmp_path, OTHER_CLASS) + ":Shop", processes=3)
 
-    async def test(described: Described) -> None:
+    async def seeds() -> None:
+        """A seed sets what the class draws, and a column of its name wins."""
+
+        async def draw(seed: int) -> str:
+            async with opened(pool, {"item": "x"}, seed) as environment:
+                return str((await environment.call("show", {"kind": "draw"})).text)
+
+        first, again, other = await asyncio.gather(draw(1), draw(1), draw(2))
+        assert first == again != other
+        assert first == await draw(1)  # in a process that had another episode
+        environment = await pool.open()
+        assert await environment.reset({"item": "x", "seed": 77}, 1) == [{"role": "user", "content": "x 77"}]
+        await environment.close()
+
+    async with started(pool) as described:
         assert [tool["function"]["name"] for tool in described.tools] == ["buy", "show"]
         assert described.takes_seed
         assert not described.gives_reward
@@ -152,24 +163,8 @@ def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
                 assert await environment.call(*call) == EnvironmentReply(text, None, done=False, error=True)
         await seeds()
 
-    async def seeds() -> None:
-        """A seed sets what the class draws, and a column of its name wins."""
 
-        async def draw(seed: int) -> str:
-            async with opened(pool, {"item": "x"}, seed) as environment:
-                return str((await environment.call("show", {"kind": "draw"})).text)
-
-        first, again, other = await asyncio.gather(draw(1), draw(1), draw(2))
-        assert first == again != other
-        assert first == await draw(1)  # in a process that had another episode
-        environment = await pool.open()
-        assert await environment.reset({"item": "x", "seed": 77}, 1) == [{"role": "user", "content": "x 77"}]
-        await environment.close()
-
-    run(pool, test)
-
-
-def test_the_seed_of_a_group_sets_what_torch_draws(tmp_path: Path) -> None:
+async def test_the_seed_of_a_group_sets_what_torch_draws(tmp_path: Path) -> None:
     code = """
         import torch
 
@@ -189,14 +184,12 @@ def test_the_seed_of_a_group_sets_what_torch_draws(tmp_path: Path) -> None:
         finally:
             await environment.close()
 
-    async def test(described: Described) -> None:
+    async with started(pool):
         first, other = await asyncio.gather(draw(1), draw(2))  # in two processes
         assert first == await draw(1) != other == await draw(2)
 
-    run(pool, test)
 
-
-def test_functions_need_no_class(tmp_path: Path) -> None:
+async def test_functions_need_no_class(tmp_path: Path) -> None:
     code = '''
         from functools import partial
         from helper import PLUS
@@ -215,8 +208,7 @@ def test_functions_need_no_class(tmp_path: Path) -> None:
     name = written(tmp_path, code)
     pool = make_pool(tmp_path, tools=(f"{name}:add", f"{name}:now", f"{name}:more"))
     written(tmp_path, "PLUS = 99", "helper.py")  # the code is as it was when the pool was made
-
-    async def test(described: Described) -> None:
+    async with started(pool) as described:
         assert (described.mode, described.name, described.gives_reward) == ("tools", "tools", False)
         environment = await pool.open()
         assert await environment.reset({}, 0) is None
@@ -225,10 +217,8 @@ def test_functions_need_no_class(tmp_path: Path) -> None:
         assert await environment.call("now", {}) == EnvironmentReply("late", None, done=False)
         await environment.close()
 
-    run(pool, test)
 
-
-def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
+async def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
     code = '''
         from __future__ import annotations
         from enum import Enum
@@ -254,27 +244,23 @@ def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
                 return [first.name, rest and [each.name for each in rest], str(other), str(named)]
     '''
     pool = make_pool(tmp_path, path=written(tmp_path, code) + ":Shop")
-
-    async def test(_: Described) -> None:
-        async with opened(pool) as environment:
-            replies = {
-                '["RED", null, "Colour.TWO", "{}"]': {"first": "red", "rest": None},
-                '["TWO", ["RED"], "blue", "{}"]': {"first": 2, "rest": ["red"], "other": "blue"},
-                '["RED", [], "Colour.RED", "{\'a\': <Colour.TWO: 2>}"]': {
-                    "first": "red", "rest": [], "other": "red", "named": {"a": 2},
-                },
-            }  # fmt: skip
-            for text, arguments in replies.items():
-                assert await environment.call("mix", arguments) == EnvironmentReply(text, None, done=False)
-            for wrong in ({"first": "blue"}, {"first": "red", "rest": ["blue"]}):
-                reply = await environment.call("mix", wrong)
-                assert (reply.text, reply.error) == ("ValueError: 'blue' is not a valid Colour", True)
-            assert (await environment.call("look", {})).text == "at nothing"
-
-    run(pool, test)
+    async with started(pool), opened(pool) as environment:
+        replies = {
+            '["RED", null, "Colour.TWO", "{}"]': {"first": "red", "rest": None},
+            '["TWO", ["RED"], "blue", "{}"]': {"first": 2, "rest": ["red"], "other": "blue"},
+            '["RED", [], "Colour.RED", "{\'a\': <Colour.TWO: 2>}"]': {
+                "first": "red", "rest": [], "other": "red", "named": {"a": 2},
+            },
+        }  # fmt: skip
+        for text, arguments in replies.items():
+            assert await environment.call("mix", arguments) == EnvironmentReply(text, None, done=False)
+        for wrong in ({"first": "blue"}, {"first": "red", "rest": ["blue"]}):
+            reply = await environment.call("mix", wrong)
+            assert (reply.text, reply.error) == ("ValueError: 'blue' is not a valid Colour", True)
+        assert (await environment.call("look", {})).text == "at nothing"
 
 
-def test_another_interpreter_needs_the_standard_library_alone(tmp_path: Path) -> None:
+async def test_another_interpreter_needs_the_standard_library_alone(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     code = '''
         import importlib.util, sys
@@ -286,9 +272,5 @@ def test_another_interpreter_needs_the_standard_library_alone(tmp_path: Path) ->
     tools = (written(tmp_path, code) + ":found",)
     python = str(tmp_path / "bare/bin/python")
     pool = make_pool(tmp_path, python=python, env={"PYTHONPATH": ""}, processes=1, memory_MiB=64, tools=tools)
-
-    async def test(_: Described) -> None:
-        async with opened(pool) as environment:
-            assert (await environment.call("found", {})).text == f'["{tmp_path / "bare"}"]'
-
-    run(pool, test)
+    async with started(pool), opened(pool) as environment:
+        assert (await environment.call("found", {})).text == f'["{tmp_path / "bare"}"]'

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from environment_pools import make_pool, opened, run, written
+from environment_pools import make_pool, opened, started, written
 from optional import skip_without
 from process_ends import ended
 
 from specs.errors import RewardError
-from workers.environments.environment_pool import Described, Environment, EnvironmentLost, EnvironmentReply
+from workers.environments.environment_pool import Environment, EnvironmentLost, EnvironmentReply
 
 skip_without("mcp", "the package mcp is an extra")
 
@@ -108,14 +108,13 @@ async def pids_of(*environments: Environment) -> set[int]:
     return {int(str((await each.call("pid", {})).text)) for each in environments}
 
 
-def test_a_server_and_a_function_in_one_list(tmp_path: Path) -> None:
+async def test_a_server_and_a_function_in_one_list(tmp_path: Path) -> None:
     """A server of each process, started once, which ends with the pool."""
     written(tmp_path, SERVER, "server.py")
     tools = ("mcp:python server.py", written(tmp_path, FUNCTION) + ":double")
     pool = make_pool(tmp_path, tools=tools, memory_MiB=512)
     seen: set[int] = set()
-
-    async def test(described: Described) -> None:
+    async with started(pool) as described:
         tools = {tool["function"]["name"]: tool["function"] for tool in described.tools}
         assert list(tools) == ["double", "add", "pid", "fail", "die", "image"]
         assert tools["add"]["description"] == "Add two numbers."
@@ -141,38 +140,28 @@ def test_a_server_and_a_function_in_one_list(tmp_path: Path) -> None:
             again = await pids_of(environment, other)
         assert len(first & again) == 1
         seen.update(first | again)
-
-    run(pool, test)
     assert len(seen) == 3
     assert all(map(ended, seen))
 
 
-def test_what_a_schema_lets_in_besides_its_properties(tmp_path: Path) -> None:
+async def test_what_a_schema_lets_in_besides_its_properties(tmp_path: Path) -> None:
     written(tmp_path, BY_HAND, "server.py")
     pool = make_pool(tmp_path, tools=("mcp:python server.py",), memory_MiB=512)
-
-    async def test(_: Described) -> None:
-        async with opened(pool) as environment:
-            for name, arguments in {"either": {"y": 1}, "pointed": {"x": 1}, "empty": {}}.items():
-                reply = await environment.call(name, arguments)
-                assert reply == EnvironmentReply(json.dumps(arguments), None, done=False)
-            wrong = await environment.call("empty", {"x": 1})
-            assert wrong.text == "empty: unknown x; its arguments are none"
-
-    run(pool, test)
+    async with started(pool), opened(pool) as environment:
+        for name, arguments in {"either": {"y": 1}, "pointed": {"x": 1}, "empty": {}}.items():
+            reply = await environment.call(name, arguments)
+            assert reply == EnvironmentReply(json.dumps(arguments), None, done=False)
+        wrong = await environment.call("empty", {"x": 1})
+        assert wrong.text == "empty: unknown x; its arguments are none"
 
 
-def test_what_the_model_reads_of_a_result(tmp_path: Path) -> None:
+async def test_what_the_model_reads_of_a_result(tmp_path: Path) -> None:
     written(tmp_path, BY_HAND, "server.py")
     pool = make_pool(tmp_path, tools=("mcp:python server.py",), memory_MiB=512)
     texts = {"structured": '{"n": 5}', "both": "five", "resource": "inside", "binary": "[resource]", "nothing": ""}
     texts["printing"] = "{}"
-
-    async def test(_: Described) -> None:
-        async with opened(pool) as environment:
-            assert {name: (await environment.call(name, {})).text for name in texts} == texts
-
-    run(pool, test)
+    async with started(pool), opened(pool) as environment:
+        assert {name: (await environment.call(name, {})).text for name in texts} == texts
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

@@ -131,54 +131,46 @@ def written(chance: random.Random) -> str:
     return thought + chance.choice([f"Yes {chance.random()}.{END}", f"Yes.{END}", *calls])
 
 
-def test_an_answer_that_names_the_end_of_thinking_is_whole() -> None:
-    async def test() -> None:
-        async with serving([f"<think>\nhm\n</think>\n\nWrite </think> behind it.{END}"]) as served:
-            reply = await served.episode.ask(WIRE.read({"messages": [asked(TASK)]})).reply
-            assert (reply.reasoning, reply.content) == ("hm", "Write </think> behind it.")
-
-    asyncio.run(test())
+async def test_an_answer_that_names_the_end_of_thinking_is_whole() -> None:
+    async with serving([f"<think>\nhm\n</think>\n\nWrite </think> behind it.{END}"]) as served:
+        reply = await served.episode.ask(WIRE.read({"messages": [asked(TASK)]})).reply
+        assert (reply.reasoning, reply.content) == ("hm", "Write </think> behind it.")
 
 
-def test_ids_of_all_that_is_learned_are_those_that_were_sampled() -> None:
+async def test_ids_of_all_that_is_learned_are_those_that_were_sampled() -> None:
     """Over many trees of requests: in each sample every turn stands behind its prompt, token by token, and each that
     arrived is on the loss mask of exactly one."""
     codec, _ = texts()
     branches = roots = spliced = retries = left_out = 0
-
-    async def test() -> None:
-        nonlocal branches, roots, spliced, retries, left_out
-        gateway = Gateway()
-        for seed in range(TREES):
-            chance = random.Random(seed)
-            sampler = Sampler([written(chance) for _ in range(4 * REQUESTS)])
-            how = chance.choice(["main", "all"])
-            episode = new_episode(gateway, sampler, learn_from=how, turn_tokens=chance.choice([400, 30]))
-            await Harness(episode, chance).live()
-            episode.settle()
-            tree, samples = episode.tree, episode.trajectory.samples
-            turns = {tuple([*prompt, *drawn]): len(drawn) for prompt, drawn in sampler.log}
-            assert len(tree.turns) == len(sampler.log) == episode.trajectory.turns
-            learned = 0
-            for turn in tree.turns:
-                sample = samples[turn.sample]
-                assert turns[tuple(sample.tokens[: turn.end])] == turn.end - turn.start
-                learned += sum(sample.mask[turn.start : turn.end])
-            assert learned == sum(sum(sample.mask) for sample in samples), "nothing but turns is on the mask"
-            main = tree.main_roots(TASK)
-            wanted = [turn for turn in tree.turns if turn.delivered and (how == "all" or turn.root in main)]
-            assert learned == sum(turn.end - turn.start for turn in wanted)
-            for sample in samples:
-                assert codec.decode([sample.tokens], special_tokens=True)[0].count("<|im_start|>a\n") >= 1
-                drawn = [mask for mask, version in zip(sample.mask, sample.versions, strict=True) if version < 0]
-                assert not any(drawn)
-            branches += len(samples) - sum(turn.parent is None for turn in tree.turns)
-            roots += sum(turn.parent is None for turn in tree.turns)
-            spliced += sum(turn.parent is not None for turn in tree.turns)
-            retries += sum(turn.asked > 1 for turn in tree.turns)
-            left_out += len(tree.turns) - len(wanted)
-
-    asyncio.run(test())
+    gateway = Gateway()
+    for seed in range(TREES):
+        chance = random.Random(seed)
+        sampler = Sampler([written(chance) for _ in range(4 * REQUESTS)])
+        how = chance.choice(["main", "all"])
+        episode = new_episode(gateway, sampler, learn_from=how, turn_tokens=chance.choice([400, 30]))
+        await Harness(episode, chance).live()
+        episode.settle()
+        tree, samples = episode.tree, episode.trajectory.samples
+        turns = {tuple([*prompt, *drawn]): len(drawn) for prompt, drawn in sampler.log}
+        assert len(tree.turns) == len(sampler.log) == episode.trajectory.turns
+        learned = 0
+        for turn in tree.turns:
+            sample = samples[turn.sample]
+            assert turns[tuple(sample.tokens[: turn.end])] == turn.end - turn.start
+            learned += sum(sample.mask[turn.start : turn.end])
+        assert learned == sum(sum(sample.mask) for sample in samples), "nothing but turns is on the mask"
+        main = tree.main_roots(TASK)
+        wanted = [turn for turn in tree.turns if turn.delivered and (how == "all" or turn.root in main)]
+        assert learned == sum(turn.end - turn.start for turn in wanted)
+        for sample in samples:
+            assert codec.decode([sample.tokens], special_tokens=True)[0].count("<|im_start|>a\n") >= 1
+            drawn = [mask for mask, version in zip(sample.mask, sample.versions, strict=True) if version < 0]
+            assert not any(drawn)
+        branches += len(samples) - sum(turn.parent is None for turn in tree.turns)
+        roots += sum(turn.parent is None for turn in tree.turns)
+        spliced += sum(turn.parent is not None for turn in tree.turns)
+        retries += sum(turn.asked > 1 for turn in tree.turns)
+        left_out += len(tree.turns) - len(wanted)
     assert min(branches, roots, retries, left_out) > TREES // 4
     assert spliced > 2 * roots
 
@@ -198,40 +190,32 @@ def asked(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("learn_from", "learned"), [("main", ["42."]), ("all", ["Maths", "42.", "Nothing."])])
-def test_titles_and_memories_are_not_the_agents_work(learn_from: str, learned: list[str]) -> None:
+async def test_titles_and_memories_are_not_the_agents_work(learn_from: str, learned: list[str]) -> None:
     """A title is asked for first and without tools, a memory last and with fewer tools than the task."""
-
-    async def test() -> None:
-        other = {**WEATHER, "function": {**WEATHER["function"], "name": "remember"}}
-        async with serving([f"{text}{END}" for text in ("Maths", "42.", "Nothing.")], learn_from=learn_from) as served:
-            await ask(served, [asked(f"A title for: {TASK}")])
-            await ask(served, [asked(TASK)], [WEATHER, other])
-            await ask(served, [asked(f"What of this is worth remembering? {TASK}: 42.")], [other])
-            served.episode.settle()
-            assert "".join(map(served.written, served.samples)) == "".join(f"{text}{END}" for text in learned)
-            trajectory = served.episode.trajectory
-            assert trajectory.messages[-1]["content"] == "42."
-            notes = trajectory.record()["requests"]
-            assert [note["learned"] for note in notes] == [learn_from == "all", True, learn_from == "all"]
-
-    asyncio.run(test())
+    other = {**WEATHER, "function": {**WEATHER["function"], "name": "remember"}}
+    async with serving([f"{text}{END}" for text in ("Maths", "42.", "Nothing.")], learn_from=learn_from) as served:
+        await ask(served, [asked(f"A title for: {TASK}")])
+        await ask(served, [asked(TASK)], [WEATHER, other])
+        await ask(served, [asked(f"What of this is worth remembering? {TASK}: 42.")], [other])
+        served.episode.settle()
+        assert "".join(map(served.written, served.samples)) == "".join(f"{text}{END}" for text in learned)
+        trajectory = served.episode.trajectory
+        assert trajectory.messages[-1]["content"] == "42."
+        notes = trajectory.record()["requests"]
+        assert [note["learned"] for note in notes] == [learn_from == "all", True, learn_from == "all"]
 
 
-def test_the_systems_text_is_changed_in_the_middle() -> None:
+async def test_the_systems_text_is_changed_in_the_middle() -> None:
     """A new root of the same rollout that is learned from: there is no proof that the model had said it after this."""
-
-    async def test() -> None:
-        async with serving([call(city="Rome"), f"Hot.{END}"]) as served:
-            before = [{"role": "system", "content": "Old."}, asked(TASK)]
-            reply = await ask(served, before, [WEATHER])
-            more = [WIRE.write(reply, ChatRequest())["choices"][0]["message"]]
-            more.append({"role": "tool", "tool_call_id": reply.calls[0].id, "content": "30 degrees"})
-            await ask(served, [{"role": "system", "content": "New."}, asked(TASK), *more], [WEATHER])
-            served.episode.settle()
-            assert [served.written(sample) for sample in served.samples] == [call(city="Rome"), f"Hot.{END}"]
-            assert '"city": "Rome"' in served.text(served.samples[1].tokens)
-
-    asyncio.run(test())
+    async with serving([call(city="Rome"), f"Hot.{END}"]) as served:
+        before = [{"role": "system", "content": "Old."}, asked(TASK)]
+        reply = await ask(served, before, [WEATHER])
+        more = [WIRE.write(reply, ChatRequest())["choices"][0]["message"]]
+        more.append({"role": "tool", "tool_call_id": reply.calls[0].id, "content": "30 degrees"})
+        await ask(served, [{"role": "system", "content": "New."}, asked(TASK), *more], [WEATHER])
+        served.episode.settle()
+        assert [served.written(sample) for sample in served.samples] == [call(city="Rome"), f"Hot.{END}"]
+        assert '"city": "Rome"' in served.text(served.samples[1].tokens)
 
 
 FORGETS = """
@@ -241,36 +225,30 @@ FORGETS = """
 {% endif %}"""
 
 
-def test_a_turn_that_the_template_has_rewritten_is_not_reused() -> None:
-    async def test() -> None:
-        codec = load_codec(str(BUILTIN_FOLDER / "tiny-chat"))
-        codec.tokenizer.chat_template = FORGETS
-        async with serving([f"<think>\nhm\n</think>yes{END}"], history="branch") as served:
-            with renderer_of(codec) as renderer:
-                served.episode.chats = lambda tools: ChatTurns(codec, renderer, tools)
-                first = await ask(served, [asked(TASK)])
-                more = [WIRE.write(first, ChatRequest())["choices"][0]["message"], asked("A longer question. " * 9)]
-                second = await ask(served, [asked(TASK), *more])
-            assert served.episode.tree.turns[1].parent is served.episode.tree.turns[0]
-            assert second.prompt_tokens > first.prompt_tokens + first.completion_tokens
-            assert second.reused_tokens == 0
-
-    asyncio.run(test())
+async def test_a_turn_that_the_template_has_rewritten_is_not_reused() -> None:
+    codec = load_codec(str(BUILTIN_FOLDER / "tiny-chat"))
+    codec.tokenizer.chat_template = FORGETS
+    async with serving([f"<think>\nhm\n</think>yes{END}"], history="branch") as served:
+        with renderer_of(codec) as renderer:
+            served.episode.chats = lambda tools: ChatTurns(codec, renderer, tools)
+            first = await ask(served, [asked(TASK)])
+            more = [WIRE.write(first, ChatRequest())["choices"][0]["message"], asked("A longer question. " * 9)]
+            second = await ask(served, [asked(TASK), *more])
+        assert served.episode.tree.turns[1].parent is served.episode.tree.turns[0]
+        assert second.prompt_tokens > first.prompt_tokens + first.completion_tokens
+        assert second.reused_tokens == 0
 
 
-def test_ids_of_calls_are_unique_in_an_episode() -> None:
-    async def test() -> None:
-        async with serving([call(city="Rome")]) as served:
-            messages, ids = [asked(TASK)], []
-            for _ in range(3):
-                reply = await ask(served, messages, [WEATHER])
-                ids.append(reply.calls[0].id)
-                messages.append(WIRE.write(reply, ChatRequest())["choices"][0]["message"])
-                messages.append({"role": "tool", "tool_call_id": ids[-1], "content": "hot"})
-            assert len({*ids}) == 3
-            assert len(served.samples) == 1
-
-    asyncio.run(test())
+async def test_ids_of_calls_are_unique_in_an_episode() -> None:
+    async with serving([call(city="Rome")]) as served:
+        messages, ids = [asked(TASK)], []
+        for _ in range(3):
+            reply = await ask(served, messages, [WEATHER])
+            ids.append(reply.calls[0].id)
+            messages.append(WIRE.write(reply, ChatRequest())["choices"][0]["message"])
+            messages.append({"role": "tool", "tool_call_id": ids[-1], "content": "hot"})
+        assert len({*ids}) == 3
+        assert len(served.samples) == 1
 
 
 @pytest.mark.parametrize(
@@ -281,24 +259,20 @@ def test_ids_of_calls_are_unique_in_an_episode() -> None:
         ({"max_episode_tokens": 250}, "context_overflow"),
     ],
 )
-def test_limits_are_the_gateways(limit: dict[str, int], stop: str) -> None:
+async def test_limits_are_the_gateways(limit: dict[str, int], stop: str) -> None:
     """Words end it, for no harness keeps a limit of its own; whoever asks on gets them again."""
-
-    async def test() -> None:
-        async with serving([call(city="Rome")], **limit) as served:
-            messages: list[Any] = [asked(TASK)]
-            for _ in range(6):
-                reply = await ask(served, messages, [WEATHER])
-                messages.append(WIRE.write(reply, ChatRequest())["choices"][0]["message"])
-                messages.append(asked("more"))
-            assert reply.ended == stop
-            assert reply.content
-            assert not reply.calls
-            served.episode.settle()
-            drawn = sum(len(drawn) for _, drawn in served.sampler.log)
-            assert sum(sum(sample.mask) for sample in served.samples) == drawn
-
-    asyncio.run(test())
+    async with serving([call(city="Rome")], **limit) as served:
+        messages: list[Any] = [asked(TASK)]
+        for _ in range(6):
+            reply = await ask(served, messages, [WEATHER])
+            messages.append(WIRE.write(reply, ChatRequest())["choices"][0]["message"])
+            messages.append(asked("more"))
+        assert reply.ended == stop
+        assert reply.content
+        assert not reply.calls
+        served.episode.settle()
+        drawn = sum(len(drawn) for _, drawn in served.sampler.log)
+        assert sum(sum(sample.mask) for sample in served.samples) == drawn
 
 
 def test_one_of_two_turns_that_are_drawn_together_is_truncated() -> None:
@@ -322,42 +296,32 @@ def test_one_of_two_turns_that_are_drawn_together_is_truncated() -> None:
         asyncio.run(test(first))
 
 
-def test_a_request_that_is_open_at_the_end_has_no_tokens() -> None:
-    async def test() -> None:
-        async with serving([f"One.{END}"]) as served:
-            served.sampler.gate = asyncio.Event()
-            served.episode.ask(WIRE.read({"messages": [asked(TASK)]}))
-            while not served.sampler.log:
-                await asyncio.sleep(0.01)
-            served.episode.settle()
-            assert [note["tokens"] for note in served.episode.trajectory.notes["requests"]] == [0]
-
-    asyncio.run(test())
+async def test_a_request_that_is_open_at_the_end_has_no_tokens() -> None:
+    async with serving([f"One.{END}"]) as served:
+        served.sampler.gate = asyncio.Event()
+        served.episode.ask(WIRE.read({"messages": [asked(TASK)]}))
+        while not served.sampler.log:
+            await asyncio.sleep(0.01)
+        served.episode.settle()
+        assert [note["tokens"] for note in served.episode.trajectory.notes["requests"]] == [0]
 
 
-def test_a_turn_that_a_stop_string_ends_is_whole() -> None:
+async def test_a_turn_that_a_stop_string_ends_is_whole() -> None:
     """Clients take `length` for half an answer. The template's end follows it, and is not learned from."""
-
-    async def test() -> None:
-        async with serving(["One.", "Two"]) as served:
-            served.sampler.stop = "."
-            reply = await ask(served, [asked(TASK)])
-            more = [asked(TASK), WIRE.write(reply, ChatRequest())["choices"][0]["message"], asked("more")]
-            turn = served.episode.ask(WIRE.read({"messages": more, "max_tokens": 2}))
-            assert (reply.finish, (await turn.reply).finish) == ("stop", "length")
-            (sample,) = served.samples
-            assert f"One.{END}" in served.text(sample.tokens)
-            assert served.written(sample) == "One.Tw"
-
-    asyncio.run(test())
+    async with serving(["One.", "Two"]) as served:
+        served.sampler.stop = "."
+        reply = await ask(served, [asked(TASK)])
+        more = [asked(TASK), WIRE.write(reply, ChatRequest())["choices"][0]["message"], asked("more")]
+        turn = served.episode.ask(WIRE.read({"messages": more, "max_tokens": 2}))
+        assert (reply.finish, (await turn.reply).finish) == ("stop", "length")
+        (sample,) = served.samples
+        assert f"One.{END}" in served.text(sample.tokens)
+        assert served.written(sample) == "One.Tw"
 
 
-def test_a_call_that_the_clients_own_limit_truncates_is_not_malformed() -> None:
-    async def test() -> None:
-        async with serving([call(city="Rome")], on_parse_error="mask") as served:
-            turn = served.episode.ask(WIRE.read({"messages": [asked(TASK)], "tools": [WEATHER], "max_tokens": 30}))
-            assert (await turn.reply).finish == "length"
-            assert served.episode.trajectory.parse_errors == 0
-            assert served.written(served.samples[0]) == served.text(served.samples[0].tokens[-30:])
-
-    asyncio.run(test())
+async def test_a_call_that_the_clients_own_limit_truncates_is_not_malformed() -> None:
+    async with serving([call(city="Rome")], on_parse_error="mask") as served:
+        turn = served.episode.ask(WIRE.read({"messages": [asked(TASK)], "tools": [WEATHER], "max_tokens": 30}))
+        assert (await turn.reply).finish == "length"
+        assert served.episode.trajectory.parse_errors == 0
+        assert served.written(served.samples[0]) == served.text(served.samples[0].tokens[-30:])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_clients import CLIENTS, HARNESSES, Client
+from agent_clients import CLIENTS, HARNESSES
 from agent_gateway import END, TASK, Sampler, Served, new_episode
 
 from workers.chat.tool_calls import ToolCall
@@ -56,15 +56,11 @@ def call_of(function: Mapping[str, Any], command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", HARNESSES)
-def test_a_harness_learns_from_what_was_sampled(tmp_path: Path, name: str) -> None:
+async def test_a_harness_learns_from_what_was_sampled(tmp_path: Path, name: str) -> None:
     client = CLIENTS[name]
     if client.missing():
         pytest.skip(f"{client.needs} is neither on the PATH nor can be imported")
-    asyncio.run(_try(tmp_path, client))
-
-
-async def _try(folder: Path, client: Client) -> None:
-    home, cwd = folder / "home", folder / "cwd"
+    home, cwd = tmp_path / "home", tmp_path / "cwd"
     home.mkdir()
     cwd.mkdir()
     gateway, sampler = Gateway(), Scripted([""], submit=client.submit)
@@ -109,11 +105,7 @@ REQUESTS = Path(__file__).parent / "requests"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in REQUESTS.iterdir()))
-def test_what_a_harness_sends_goes_on_from_what_was_sampled(name: str) -> None:
-    asyncio.run(_replay(name))
-
-
-async def _replay(name: str) -> None:
+async def test_what_a_harness_sends_goes_on_from_what_was_sampled(name: str) -> None:
     tree = TurnTree("replay")
     lines = [json.loads(line) for line in (REQUESTS / f"{name}.jsonl").read_text().splitlines()]
     asked = [WIRES[line["path"]].read(line["body"]) for line in lines]

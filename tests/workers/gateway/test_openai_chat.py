@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -38,65 +37,55 @@ async def streamed(served: Served, messages: list[Any], **options: Any) -> dict[
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_loop_with_a_tool(stream: bool) -> None:
+async def test_a_loop_with_a_tool(stream: bool) -> None:
     """Two turns in one sample: what was sampled stands as it was, with spaces that the client does not send back."""
-
-    async def test() -> None:
-        async with serving([call(city="Rome"), f"Sunny.{END}"]) as served:
-            messages = asked()
-            for _ in range(2):
-                if stream:
-                    found = await streamed(served, messages, tools=[WEATHER])
-                    calls, content, usage = found["tool_calls"], found["content"], found["usage"]
-                    finish = found["finish"]
-                else:
-                    reply = await client(served).chat.completions.create(model="m", messages=messages, tools=[WEATHER])
-                    (choice,) = reply.choices
-                    calls = [one.model_dump() for one in choice.message.tool_calls or ()]
-                    content, usage, finish = choice.message.content, reply.usage, choice.finish_reason
-                if not calls:
-                    break
-                assert finish == "tool_calls"
-                assert usage.completion_tokens == len(served.sampler.log[-1][1])
-                arguments = json.loads(calls[0]["function"]["arguments"])
-                calls[0]["function"]["arguments"] = json.dumps(arguments, indent=1)
-                messages.append({"role": "assistant", "content": None, "tool_calls": calls})
-                messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "hot"})
-            assert (content, finish, arguments) == ("Sunny.", "stop", {"city": "Rome"})
-            assert usage.prompt_tokens_details.cached_tokens == len(served.sampler.log[0][0] + served.sampler.log[0][1])
-            (sample,) = served.samples
-            served.episode.settle()
-            assert served.written(sample) == call(city="Rome") + f"Sunny.{END}"
-            assert served.text(sample.tokens).count("hot") == 1
-
-    asyncio.run(test())
+    async with serving([call(city="Rome"), f"Sunny.{END}"]) as served:
+        messages = asked()
+        for _ in range(2):
+            if stream:
+                found = await streamed(served, messages, tools=[WEATHER])
+                calls, content, usage = found["tool_calls"], found["content"], found["usage"]
+                finish = found["finish"]
+            else:
+                reply = await client(served).chat.completions.create(model="m", messages=messages, tools=[WEATHER])
+                (choice,) = reply.choices
+                calls = [one.model_dump() for one in choice.message.tool_calls or ()]
+                content, usage, finish = choice.message.content, reply.usage, choice.finish_reason
+            if not calls:
+                break
+            assert finish == "tool_calls"
+            assert usage.completion_tokens == len(served.sampler.log[-1][1])
+            arguments = json.loads(calls[0]["function"]["arguments"])
+            calls[0]["function"]["arguments"] = json.dumps(arguments, indent=1)
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+            messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "hot"})
+        assert (content, finish, arguments) == ("Sunny.", "stop", {"city": "Rome"})
+        assert usage.prompt_tokens_details.cached_tokens == len(served.sampler.log[0][0] + served.sampler.log[0][1])
+        (sample,) = served.samples
+        served.episode.settle()
+        assert served.written(sample) == call(city="Rome") + f"Sunny.{END}"
+        assert served.text(sample.tokens).count("hot") == 1
 
 
-def test_thoughts_travel_apart() -> None:
-    async def test() -> None:
-        async with serving([f"<think>\nhm\n</think>\n\nYes.{END}", f"No.{END}"]) as served:
-            found = await streamed(served, asked())
-            assert (found["reasoning_content"], found["content"], found["finish"]) == ("hm", "Yes.", "stop")
-            # The client drops the thought: it is the same turn all the same.
-            more = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
-            assert (await streamed(served, asked(*more)))["content"] == "No."
-            (sample,) = served.samples
-            assert "<think>\nhm\n</think>\n\nYes." in served.text(sample.tokens)
-
-    asyncio.run(test())
+async def test_thoughts_travel_apart() -> None:
+    async with serving([f"<think>\nhm\n</think>\n\nYes.{END}", f"No.{END}"]) as served:
+        found = await streamed(served, asked())
+        assert (found["reasoning_content"], found["content"], found["finish"]) == ("hm", "Yes.", "stop")
+        # The client drops the thought: it is the same turn all the same.
+        more = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
+        assert (await streamed(served, asked(*more)))["content"] == "No."
+        (sample,) = served.samples
+        assert "<think>\nhm\n</think>\n\nYes." in served.text(sample.tokens)
 
 
-def test_limits_of_the_client() -> None:
-    async def test() -> None:
-        async with serving([f"abcdefgh{END}"]) as served:
-            limits = {"max_tokens": 3, "max_completion_tokens": None}
-            reply = await client(served).chat.completions.create(model="m", messages=asked(), **limits)
-            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("abc", "length")
-            models = await client(served).models.list()
-            assert [model.id for model in models.data] == ["rlctl"]
-            assert (await client(served).models.retrieve("org/name")).id == "org/name"
-
-    asyncio.run(test())
+async def test_limits_of_the_client() -> None:
+    async with serving([f"abcdefgh{END}"]) as served:
+        limits = {"max_tokens": 3, "max_completion_tokens": None}
+        reply = await client(served).chat.completions.create(model="m", messages=asked(), **limits)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("abc", "length")
+        models = await client(served).models.list()
+        assert [model.id for model in models.data] == ["rlctl"]
+        assert (await client(served).models.retrieve("org/name")).id == "org/name"
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
@@ -110,12 +99,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_requests_that_cannot_be_answered() -> None:
-    async def test() -> None:
-        async with serving([f"x{END}"]) as served:
-            for body, why in REFUSED:
-                with pytest.raises(openai.BadRequestError, match=why):
-                    await client(served).chat.completions.create(model="m", **body)
-            assert not served.samples
-
-    asyncio.run(test())
+async def test_requests_that_cannot_be_answered() -> None:
+    async with serving([f"x{END}"]) as served:
+        for body, why in REFUSED:
+            with pytest.raises(openai.BadRequestError, match=why):
+                await client(served).chat.completions.create(model="m", **body)
+        assert not served.samples

@@ -88,6 +88,11 @@ class Role:
         self._call(self.data, Verb.BUILD, bodies["data"])
         return answer
 
+    def opened(self, count: int, group_size: int) -> Message:
+        """Open the data; return the first prompts."""
+        self.call(Verb.OPEN_DATA)
+        return self.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": count, "group_size": group_size})
+
     def score(self, answers: Batch, samples: int = 0, **body: Any) -> Message:
         """`samples`: how many, spread over the batch, come back as text."""
         places = np.linspace(0, len(answers) - 1, min(samples, len(answers))).astype(int)
@@ -137,8 +142,7 @@ def test_what_a_tool_said_is_not_graded(role: Role, codec: TextCodec) -> None:
     """Two completions with a tool's reply between, and another reply after them."""
     pattern = {"kind": "regex", "pattern": r"\A1\n23\Z"}
     role.build([pattern, {"kind": "regex", "pattern": "9"}, {"kind": "overlong", "buffer_tokens": 4}])
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
+    prompts = role.opened(1, 2).batch
     end = codec.tokenizer.eos_token_id
     one, reply, two = codec.encode(["1", "9999", "23"], rendered=True)
     (prompt, _), tokens = prompts.sequences("tokens_T"), [*one, end, *reply, *two, end]
@@ -164,8 +168,7 @@ def test_what_a_tool_said_is_not_graded(role: Role, codec: TextCodec) -> None:
 def test_samples_of_a_rollout_are_graded_as_one_text(role: Role, codec: TextCodec) -> None:
     """A rollout that was branched: what it shares with its first sample is off the mask of the second."""
     role.build([{"kind": "regex", "pattern": r"\A1\n23\Z"}, {"kind": "overlong", "buffer_tokens": 8}])
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
+    prompts = role.opened(1, 2).batch
     three = prompts.select(np.array([0, 0, 1]))
     three["id_B"][1] += 1 << BRANCH_BITS
     batch = answered(three, codec, ["1", "23", "1"])
@@ -213,8 +216,7 @@ def test_samples_show_what_the_model_saw(role: Role, codec: TextCodec) -> None:
     """The tokenizer of the digits has no letters: they are in the row's prompt, and never reach the model."""
     (role.folder / "rows.jsonl").write_text('{"prompt": "sort 31>", "answer": "13"}\n' * 2)
     role.build([PARTIAL], train="rows.jsonl", held_out=1)
-    role.call(Verb.OPEN_DATA)
-    drawn = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 1})
+    drawn = role.opened(1, 1)
     scored = role.score(answered(drawn.batch, codec, ["13"]), samples=1)
     assert scored.body["samples"][0]["prompt"] == "31>"
     assert role.rows["0"]["prompt"] == "sort 31>", "a reward function is given the text of the row"
@@ -233,8 +235,7 @@ def test_failures_are_counted_and_saved(role: Role, codec: TextCodec) -> None:
         "utf-8",
     )
     role.build([{"kind": "function", "path": "rewards.py:score"}], timeout_s=LIMIT_S)
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2}).batch
+    prompts = role.opened(3, 2).batch
     assert role.reward_role._pool is not None
     with given_up(role.reward_role._pool, "2"):
         scored = role.score(answered(prompts, codec, list("012345")))
@@ -272,8 +273,7 @@ def test_of_a_row_travels_what_a_term_may_read(role: Role) -> None:
     rows = [{"prompt": f"12{index}", "answer": "1", "notes": {"by": ["hand", None]}} for index in range(9)]
     train = rows_file(role.folder, rows)
     role.build([PARTIAL], train=train)
-    role.call(Verb.OPEN_DATA)
-    role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 4})
+    role.opened(1, 4)
     ((number, sent),) = role.rows.items()
     assert sent == {
         "where": f"{role.folder / train}:{int(number) + 1}",
@@ -286,8 +286,7 @@ def test_of_a_row_travels_what_a_term_may_read(role: Role) -> None:
         "def score(prompt, completion, row): return row['notes'] and 1.0\n", "utf-8"
     )
     role.build([{"kind": "function", "path": "rewards.py:score"}], train=train)
-    role.call(Verb.OPEN_DATA)
-    role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 4})
+    role.opened(1, 4)
     assert [sent["values"] for sent in role.rows.values()] == [rows[int(number)] for number in role.rows]
 
 
@@ -306,8 +305,7 @@ def test_a_process_that_is_started_again_grades_by_the_code_of_the_start(
     file.write_text("import r_helper\ndef score(completion):\n    return r_helper.ONE\n")
     helper.write_text("ONE = 1.0\n")
     role.build([{"kind": "function", "path": "r.py:score"}], then=lambda: helper.write_text("ONE = 2.0\n"))
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
+    prompts = role.opened(1, 2).batch
     assert role.score(answered(prompts, codec, ["1", "22"])).tensors["term_0_B"].tolist() == [1.0, 1.0]
 
 
@@ -325,8 +323,7 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
         (tmp_path / "r.py").write_text("def score(prompt, completion, row):\n    return 1 / (len(completion) - 3)\n")
         own = {"kind": "function", "path": "r.py:score"}
         role.build([{**judge, "min_score": 0, "max_score": 1, "weight": 4.0}, own])
-        role.call(Verb.OPEN_DATA)
-        prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 2, "group_size": 2}).batch
+        prompts = role.opened(2, 2).batch
         first_judged = role.judge(answered(prompts, codec, ["1", "22", "333", "4444"]))
         first = role.score(answered(prompts, codec, ["1", "22", "333", "4444"]), samples=1)
         assert first.tensors["term_1_B"].tolist() == [-0.5, -1.0, 0.0, 1.0]
