@@ -21,15 +21,24 @@ BOUND_S = 30.0
 LINKS: list[Link] = []
 
 
+@contextmanager
+def open_hub(heartbeat_timeout_s: float, count: int, role: str = "actor") -> Iterator[Hub]:
+    """A hub that expects so many ranks of a role. It is closed at the end, and the links to it before."""
+    hub = Hub(heartbeat_timeout_s=heartbeat_timeout_s)
+    hub.expect(role, count)
+    try:
+        yield hub
+    finally:
+        for link in LINKS:  # also of a test that was left early: a link that hears no driver ends its process
+            link.close(linger_s=0)
+        LINKS.clear()
+        hub.close()
+
+
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub(heartbeat_timeout_s=20)
-    hub.expect("actor", 2)
-    yield hub
-    for link in LINKS:  # also of a test that was left early: a link that hears no driver ends its process
-        link.close(linger_s=0)
-    LINKS.clear()
-    hub.close()
+    with open_hub(20, 2) as hub:
+        yield hub
 
 
 @pytest.mark.parametrize("wrong", ["driver's public key", "ranks' secret key"])
@@ -64,9 +73,8 @@ def test_a_greeting_that_is_wrong_is_refused(hub: Hub) -> None:
 
 
 def test_hundreds_of_ranks_may_come_at_once() -> None:
-    hub, context, count = Hub(heartbeat_timeout_s=20), zmq.Context(), 300
-    try:
-        hub.expect("rollout", count)
+    context, count = zmq.Context(), 300
+    with open_hub(20, count, "rollout") as hub:
         dealers = [_dealer(hub, context) for _ in range(count)]
         with hub._lock:  # busy meanwhile
             for rank, dealer in enumerate(dealers):
@@ -74,16 +82,12 @@ def test_hundreds_of_ranks_may_come_at_once() -> None:
                 dealer.send_multipart(Message(Kind.HELLO, who).frames())
             time.sleep(1.0)
         assert {_next(hub, Member).rank for _ in range(count)} == {*range(count)}
-    finally:
-        context.destroy(linger=0)
-        hub.close()
+    context.destroy(linger=0)
 
 
 def test_a_flood_of_strangers_costs_no_rank_its_beats() -> None:
     """Two at a time, of every kind, while another rank is awaited. None is heard, for none has this run's key."""
-    hub = Hub(heartbeat_timeout_s=2)
-    try:
-        hub.expect("actor", 2)
+    with open_hub(2, 2) as hub:
         link = _join(hub)
         for kinds in (("hello", "stream"), ("key", "idle")):
             with flooded(hub.address, kinds, 1.5) as strangers:
@@ -92,15 +96,10 @@ def test_a_flood_of_strangers_costs_no_rank_its_beats() -> None:
             assert min(sent) > 10, "a flood that was none"
             assert max(waits) < BOUND_S
         assert hub.next(0) is None
-        link.close()
-    finally:
-        hub.close()
 
 
 def test_silence_is_reported_once_and_beats_prevent_it() -> None:
-    hub = Hub(heartbeat_timeout_s=4)
-    try:
-        hub.expect("actor", 1)
+    with open_hub(4, 1) as hub:
         link = _join(hub)
         (peer,) = hub._peers.values()
         heard = peer.heard
@@ -111,16 +110,11 @@ def test_silence_is_reported_once_and_beats_prevent_it() -> None:
         assert isinstance(event, Silent)
         assert event.seconds >= 1.0
         assert hub.next(0.5) is None
-        link.close()
-    finally:
-        hub.close()
 
 
 def test_driver_pauses_do_not_count_against_heartbeats() -> None:
     """Of a driver that was stopped, with all its ranks: their beats come later than it looks."""
-    hub = Hub(heartbeat_timeout_s=4)
-    try:
-        hub.expect("actor", 1)
+    with open_hub(4, 1) as hub:
         link = _join(hub)
         link._closing.set()
         hub._closing.set()
@@ -129,9 +123,6 @@ def test_driver_pauses_do_not_count_against_heartbeats() -> None:
         (peer,) = hub._peers.values()
         hub._polled, peer.heard = hub._polled - 60, hub._polled - 60
         assert hub.next(0) is None
-        link.close()
-    finally:
-        hub.close()
 
 
 # ── helpers ───────────────────────────────────────────────────────────────────────────────────────

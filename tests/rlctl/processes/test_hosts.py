@@ -26,20 +26,15 @@ LATE_S = 400  # for runs to start and train: on a busy machine they take many ti
 
 pytestmark = [pytest.mark.slow(minutes=10), pytest.mark.timeout(900)]
 
-SMALL = (
-    *("--set", "run.steps=10", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
-    *("--set", "algorithm.mini_batches_per_step=1", "--set", "actor.optimizer.warmup_steps=0"),
-    *("--set", "eval.every=1000000", "--set", "eval.prompts=2", "--set", "actor.micro_batch_tokens=256"),
+SMALL = settings(
+    *("run.steps=10", "data.prompts_per_step=4", "algorithm.group_size=4", "algorithm.mini_batches_per_step=1"),
+    *("actor.optimizer.warmup_steps=0", "eval.every=1000000", "eval.prompts=2", "actor.micro_batch_tokens=256"),
 )
-FAR = ("--set", "actor.processes=2", "--set", "actor.nodes=2", "--set", "actor.launcher=torchrun")
-PPO = (
-    *("--set", "algorithm.kind=ppo", "--set", "algorithm.kl_coef=0.1"),
-    *("--set", 'critic={engine={kind="fsdp2"}, optimizer={lr=1e-3}}'),
-)
-COLOCATED = (
-    *("--set", "critic.processes=2", "--set", "critic.nodes=2", "--set", "critic.launcher=torchrun"),
-    *("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "run.colocate=always"),
-    *("--set", "run.heartbeat_timeout_s=10"),
+FAR = settings("actor.processes=2", "actor.nodes=2", "actor.launcher=torchrun")
+PPO = settings("algorithm.kind=ppo", "algorithm.kl_coef=0.1", 'critic={engine={kind="fsdp2"}, optimizer={lr=1e-3}}')
+COLOCATED = settings(
+    *("critic.processes=2", "critic.nodes=2", "critic.launcher=torchrun", "rollout.processes=2", "rollout.nodes=2"),
+    *("run.colocate=always", "run.heartbeat_timeout_s=10"),
 )
 # In the pass of the third sync the second replica dies. When the group is formed anew the first one is slow, and its
 # cable is cut.
@@ -55,12 +50,11 @@ def score(completion, answer):
     given, gold = completion.strip(), str(answer).strip()
     return sum(a == b for a, b in zip(given, gold)) / max(len(given), len(gold), 1)
 """
-APART = (
-    *("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "rollout.first_node=1"),
-    *("--set", "rollout.min_processes=1", "--set", "run.heartbeat_timeout_s=10"),
-    *("--set", 'sync.transport="group"'),
-    *("--set", "reward.processes=3", "--set", "reward.nodes=3", "--set", "reward.min_processes=1"),
-    *("--set", 'reward.terms=[{kind="function", path="own_reward.py:score"}]'),
+APART = settings(
+    *("rollout.processes=2", "rollout.nodes=2", "rollout.first_node=1", "rollout.min_processes=1"),
+    *("run.heartbeat_timeout_s=10", 'sync.transport="group"'),
+    *("reward.processes=3", "reward.nodes=3", "reward.min_processes=1"),
+    'reward.terms=[{kind="function", path="own_reward.py:score"}]',
 )
 
 
@@ -135,7 +129,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut
     near, run, folder = tmp_path / "near", tmp_path / "far", tmp_path / "one"
     folder.mkdir()
     finish("train", preset("quickstart", folder), "--run-dir", near, *SMALL, *PPO, "--set", "run.steps=3")
-    endless = ("--set", "run.steps=100000", "--set", "checkpoint.every=1", "--set", "actor.min_nodes=1")
+    endless = settings("run.steps=100000", "checkpoint.every=1", "actor.min_nodes=1")
     process = train(hosts, spec, run, *SMALL, *PPO, *FAR, *COLOCATED, *endless)
     with cable_to_be_cut(hosts, process) as cut:
         wait_for(lambda: steps_done(run) >= 3 or process.poll() is not None, LATE_S, "the third step")
@@ -277,7 +271,7 @@ def test_what_a_cluster_lacks_is_said_at_once(hosts: Hosts, tmp_path: Path) -> N
     with pytest.raises(SpecError, match="no Ray cluster is there"):
         RayCluster("127.0.0.1:1", []).reserve(print)
     spec = on_hosts(hosts, preset("fake", tmp_path))
-    far = ("--set", "rollout.processes=4", "--set", "rollout.nodes=4")
+    far = settings("rollout.processes=4", "rollout.nodes=4")
     process = train(hosts, spec, tmp_path / "runs" / "run", *far)
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 2, output
@@ -310,7 +304,7 @@ def test_a_run_waits_for_room_and_a_host_is_checked_before_its_ranks_start(hosts
     )
     (here / "python").chmod(0o755)
     far = ("rollout.processes=2", "rollout.nodes=2", f'rollout.python="{here}/python"')
-    process = train(hosts, spec, tmp_path / "run", *(word for one in far for word in ("--set", one)))
+    process = train(hosts, spec, tmp_path / "run", *settings(*far))
     assert process.stdout is not None
     queued = next(line for line in process.stdout if "queued" in line)
     assert "Ray has no room yet for 1 more hosts (a CPU)" in queued

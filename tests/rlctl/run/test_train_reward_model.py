@@ -23,7 +23,6 @@ checkpoint.every=1
 data.prompts_per_step=4
 algorithm.group_size=4
 algorithm.mini_batches_per_step=1
-eval={every=2, prompts=4}
 reward.terms=[{kind="model", weight=0.5}, {kind="exact_match", partial=true, weight=2.0}]"""
 
 
