@@ -118,15 +118,15 @@ class HarnessRun:
         try:
             if source.is_dir():
                 shutil.copytree(source, self.cwd, symlinks=True)
-            elif source.suffix == ".bundle":
-                done = subprocess.run(
-                    ["git", "clone", "-q", str(source), str(self.cwd)], capture_output=True, text=True
-                )
-                if done.returncode:
-                    raise OSError(done.stderr.strip() or f"git clone ended with {done.returncode}")
+            elif source.suffix == ".zip":
+                shutil.unpack_archive(source, self.cwd)
             else:
                 self.cwd.mkdir()
-                shutil.unpack_archive(source, self.cwd, filter=None if source.suffix == ".zip" else "data")
+                clone, unpack = ("git", "clone", "-q", source, self.cwd), ("tar", "-xf", source, "-C", self.cwd)
+                command = clone if source.suffix == ".bundle" else (*unpack, "--no-same-owner")
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise OSError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
         except (OSError, ValueError, shutil.Error, EOFError) as error:
             raise Lost(f"cwd = {source} cannot be copied: {error}") from None
 
