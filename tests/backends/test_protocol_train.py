@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import train_helpers
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from train_helpers import (
@@ -40,14 +42,7 @@ SPLIT = [  # what a loss reads: tokens, whole sequences, chosen tokens
 ]
 
 
-def learn(engine: TrainEngine, steps: int, first: int = 0, loss: Loss = SPLIT[0]) -> list[float]:
-    """Optimizer steps on a batch each; returns losses and gradient norms."""
-    seen = []
-    for step in range(first, first + steps):
-        batch = make_batch(seed=step)
-        sums = engine.forward_backward(batch, loss, scale_of(batch))
-        seen += [sums["loss"], engine.optim_step().grad_norm]
-    return seen
+learn = partial(train_helpers.learn, loss=SPLIT[0])
 
 
 def test_reports_every_metric(make: Make) -> None:
@@ -66,17 +61,8 @@ def test_reports_every_metric(make: Make) -> None:
 
 
 def test_probabilities_of_all_tokens_sum_to_one(make: Make) -> None:
-    prompt = [3, 1, 4]
-    sequences = [[*prompt, token] for token in range(23)]
-    batch = Batch(
-        {
-            "length_B": np.full(23, 4),
-            "tokens_T": np.concatenate(sequences).astype(np.int32),
-            "loss_mask_T": np.tile([0, 0, 0, 1], 23).astype(np.int8),
-        }
-    )
-    logprob_T = make().forward(batch)
-    assert np.exp(logprob_T[3::4].astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
+    logprobs = _next_logprobs(make(), [3, 1, 4])
+    assert np.exp(logprobs.astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", SPLIT, ids=lambda loss: f"{loss.kind}-{loss.loss_aggregation}")
@@ -95,12 +81,8 @@ def test_the_split_of_a_group_changes_nothing(make: Make, loss: Loss) -> None:
     """Answers to one prompt in one micro-batch, or in several."""
     results = []
     for limit in (10_000, 21):
-        engine, seen = make(micro_batch_tokens=limit), []
-        for step in range(2):
-            batch = make_grouped_batch(seed=step)
-            sums = engine.forward_backward(batch, loss, scale_of(batch))
-            seen += [sums["loss"], engine.optim_step().grad_norm]
-        results.append((seen, weights_of(engine)))
+        engine = make(micro_batch_tokens=limit)
+        results.append((learn(engine, 2, loss=loss, batches=make_grouped_batch), weights_of(engine)))
     for seen, weights in results[1:]:
         assert seen == pytest.approx(results[0][0], rel=2e-4, abs=1e-6)
         assert largest_gap(weights, results[0][1]) < 2e-5

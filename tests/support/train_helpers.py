@@ -13,6 +13,7 @@ from families import FAMILIES, LLAMA_LIKE, VOCAB
 
 from backends.protocol import LossScale, TrainEngine
 from backends.registry import train_engine
+from specs.schema.algorithms.algorithm import Loss
 from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip, ValueLoss, read_loss
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fake_tables import FakeTrainTable
@@ -224,12 +225,19 @@ def assert_same_gradients(model: Any, first: Any, second: Any) -> None:
         torch.testing.assert_close(one, other, atol=2e-4 * float(other.abs().max()) + 1e-6, rtol=1e-3)
 
 
-def learn(engine: Any, steps: int = 3, first: int = 0, select: Callable[[Batch], Any] | None = None) -> list[float]:
+def learn(
+    engine: Any,
+    steps: int = 3,
+    first: int = 0,
+    select: Callable[[Batch], Any] | None = None,
+    loss: Loss | None = None,
+    batches: Callable[..., Batch] = make_batch,
+) -> list[float]:
     """Loss and gradient norm of each optimizer step, of an actor or a critic. `select`: this rank's sequences."""
-    loss = ValueLoss(value_clip=0.3) if engine.config.model.head == "value" else grpo(kl_coef=0.1)
+    loss = loss or (ValueLoss(value_clip=0.3) if engine.config.model.head == "value" else grpo(kl_coef=0.1))
     history = []
     for step in range(first, first + steps):
-        batch = make_batch(seed=step)
+        batch = batches(seed=step)
         batch = batch.with_columns(value_T=batch["ref_logprob_T"] + 3, return_T=batch["advantage_T"])
         mine = batch if select is None else batch.select(select(batch))
         sums = engine.forward_backward(mine, loss, scale_of(batch))

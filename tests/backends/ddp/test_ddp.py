@@ -18,6 +18,7 @@ from train_helpers import (
     build_engine,
     grpo,
     largest_gap,
+    learn,
     make_batch,
     make_grouped_batch,
     scale_of,
@@ -45,15 +46,6 @@ def engine_of(folder: Path, **changes: Any) -> DdpTrainEngine:
     engine = build_engine(train_config(folder, **changes))
     assert isinstance(engine, DdpTrainEngine)
     return engine
-
-
-def learn(engine: DdpTrainEngine, steps: int = STEPS, **algorithm: Any) -> list[float]:
-    history = []
-    for step in range(steps):
-        batch = make_batch(seed=step)
-        sums = engine.forward_backward(batch, grpo(**algorithm), scale_of(batch))
-        history += [sums["loss"], engine.optim_step().grad_norm]
-    return history
 
 
 def gradients(engine: DdpTrainEngine) -> dict[str, np.ndarray]:
@@ -168,7 +160,7 @@ def test_where_activations_wait_changes_nothing(qwen2: Path, chosen: bool | int,
 def test_bf16_follows_fp32_and_keeps_fp32_masters(qwen2: Path) -> None:
     gentle = Optimizer(lr=1e-3, eps=1e-4)
     engines = [engine_of(qwen2, model={"dtype": dtype}, optimizer=gentle) for dtype in ("fp32", "bf16")]
-    losses = [learn(engine)[::2] for engine in engines]
+    losses = [learn(engine, STEPS, loss=grpo())[::2] for engine in engines]
     assert losses[0] == pytest.approx(losses[1], abs=3e-2)
     half = engines[1]
     assert half.built().dtype == "bf16"

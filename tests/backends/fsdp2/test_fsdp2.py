@@ -19,6 +19,7 @@ from train_helpers import (
     build_engine,
     grpo,
     largest_gap,
+    learn,
     make_batch,
     model_config,
     scale_of,
@@ -34,6 +35,7 @@ from backends.train.hf_weights import aliases_of, stream_into
 from backends.train.tensor_shards import Shard
 from specs.errors import ModelError
 
+LOSS = grpo(kl_coef=0.1, entropy_coef=0.05)
 MODELS = {"qwen2": QWEN2, "gpt2": GPT2, "gemma2": GEMMA2}
 MODELS |= {"experts one by one": FAMILIES["qwen3_moe"].config, "names of Mixtral": FAMILIES["mixtral"].config}
 
@@ -49,15 +51,6 @@ def saved_model(folder: Path, config: dict[str, Any] = QWEN2, shard_bytes: str =
 
 def engine_of(folder: Path, kind: str = "fsdp2", **changes: Any) -> Any:
     return build_engine(train_config(folder, kind, **changes))
-
-
-def learn(engine: Any, steps: int = 2) -> list[float]:
-    history = []
-    for step in range(steps):
-        batch = make_batch(seed=step)
-        sums = engine.forward_backward(batch, grpo(kl_coef=0.1, entropy_coef=0.05), scale_of(batch))
-        history += [sums["loss"], engine.optim_step().grad_norm]
-    return history
 
 
 def test_rounds_follow_the_rank_with_the_most_work(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +83,7 @@ def test_learns_as_ddp_does(tmp_path: Path) -> None:
     assert built[0].model_copy(update={"mesh": built[1].mesh}) == built[1]
     batch = make_batch(seed=9)
     np.testing.assert_allclose(engines[0].forward(batch), engines[1].forward(batch), rtol=0, atol=1e-6)
-    assert learn(engines[1]) == pytest.approx(learn(engines[0]), rel=1e-6)
+    assert learn(engines[1], 2, loss=LOSS) == pytest.approx(learn(engines[0], 2, loss=LOSS), rel=1e-6)
     assert largest_gap(weights_of(engines[0]), weights_of(engines[1])) < 1e-6
 
 
@@ -100,7 +93,7 @@ def test_bf16_learns_as_ddp_does(qwen2: Path) -> None:
     assert fsdp2.built().dtype == "bf16"
     assert fsdp2.built().weights_checksum == ddp.built().weights_checksum
     assert {kind[1] for kind in fsdp2._weight_kinds().values()} == {torch.float32}
-    assert learn(fsdp2) == learn(ddp)
+    assert learn(fsdp2, 2, loss=LOSS) == learn(ddp, 2, loss=LOSS)
     assert largest_gap(weights_of(ddp), weights_of(fsdp2)) == 0
 
 
