@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from off_the_host import nothing_over_the_host
+from optional import needs_vllm
 from rollout_helpers import END, MAX_TOKENS, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
 from sglang_helpers import SharedSglang
-from vllm_process import RemoteVllm, needs_vllm, shared_folder
+from vllm_process import RemoteVllm, shared_folder
 
 from backends import activity
 from backends.completions import Completions

@@ -1,12 +1,27 @@
-"""Packages that a test file may have to do without."""
+"""Packages and interpreters that a test file may have to do without."""
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import LazyLoader, find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+
+def interpreter(engine: str) -> Path:
+    """Return the one that `scripts/setup-engine` makes, or that of RLCTL_<ENGINE>_PYTHON."""
+    made = Path(__file__).parents[2] / f".venv-{engine}" / "bin" / "python"
+    return Path(os.environ.get(f"RLCTL_{engine.upper()}_PYTHON", made))
+
+
+VLLM_PYTHON, MEGATRON_PYTHON = interpreter("vllm"), interpreter("megatron")
+needs_vllm, needs_megatron = (
+    pytest.mark.skipif(not python.exists(), reason=f"no {python}: scripts/setup-engine makes it")
+    for python in (VLLM_PYTHON, MEGATRON_PYTHON)
+)
 
 
 def skip_without(name: str, reason: str) -> None:

@@ -1,7 +1,4 @@
-"""A vLLM rollout engine in the interpreter that has vLLM, behind the protocol of one that is here.
-
-The interpreter: RLCTL_VLLM_PYTHON, else `.venv-vllm` of the repository.
-"""
+"""A vLLM rollout engine in the interpreter that has vLLM, behind the protocol of one that is here."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
+from optional import VLLM_PYTHON
 from rollout_helpers import rollout_config, write_model
 from vllm_worker import receive, send
 
@@ -31,11 +28,7 @@ from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
 
 ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 PACKAGES = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-needs_vllm = pytest.mark.skipif(
-    not PYTHON.exists(), reason=f"no interpreter with vLLM at {PYTHON}: run scripts/setup-engine vllm"
-)
 # vLLM's attention on the CPU takes head dims from 32 on.
 VLLM_SHAPE: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -48,7 +41,7 @@ class VllmProcess:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent), *PACKAGES])}
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(
-                [PYTHON, Path(__file__).with_name("vllm_worker.py")],
+                [VLLM_PYTHON, Path(__file__).with_name("vllm_worker.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import sharded_worker
 from families import FAMILIES
+from optional import MEGATRON_PYTHON, needs_megatron
 from outcomes import Outcome, outcome
 from sharded_worker import EMPTY_STEP, MEGATRON, MEGATRON_ON_GPU, STEPS
 from stock_model import PROMPTS, TEMPERATURE, family_batch, stock_model, write_family
@@ -33,12 +34,7 @@ from specs.schema.role_section import Optimizer
 from specs.schema.spec import ActorSection
 
 ROOT = Path(__file__).parents[3]
-PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", ROOT / ".venv-megatron" / "bin" / "python"))
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="scripts/setup-engine megatron makes .venv-megatron"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_megatron]
 
 MIXED = [name for name in MEGATRON if "experts" in name and name != "4:experts, tensor pipeline"]
 DENSE = [name for name in MEGATRON if "experts" not in name]
@@ -67,7 +63,7 @@ RESUMED_MIXED = [("4:experts, pipeline data", "experts, tensor")]
 
 def launch(root: Path, jobs: dict[int, list[dict[str, Any]]]) -> None:
     """`jobs`: by the number of ranks."""
-    command = [PYTHON, ROOT / "tests" / "support" / "megatron_worker.py"]
+    command = [MEGATRON_PYTHON, ROOT / "tests" / "support" / "megatron_worker.py"]
     for processes, those in jobs.items():
         file = root / f"jobs{processes}.json"
         file.write_text(json.dumps({"model": str(root / "model"), "jobs": those}))
@@ -298,8 +294,8 @@ ON_GPU = {ranks: [case for case in WITHOUT_TE if case.startswith("4:") is (ranks
 
 @pytest.fixture(scope="module")
 def gpu_root(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    if subprocess.run([PYTHON, "-c", "import torch; assert torch.cuda.is_available()"]).returncode:
-        pytest.skip(f"needs a GPU that {PYTHON} can use")
+    if subprocess.run([MEGATRON_PYTHON, "-c", "import torch; assert torch.cuda.is_available()"]).returncode:
+        pytest.skip(f"needs a GPU that {MEGATRON_PYTHON} can use")
     root = tmp_path_factory.mktemp("megatron_on_gpu")
     return root, train_references(root)
 
@@ -325,8 +321,8 @@ def test_training_over_nccl_is_that_of_ddp_on_the_cpu(
 def test_transformer_engines_layers_train_as_local_ones(tmp_path: Path) -> None:
     """In bf16 both round, each in its own order. A role that says nothing takes TransformerEngine's, as it is there."""
     there = "import torch, transformer_engine; assert torch.cuda.is_available()"
-    if subprocess.run([PYTHON, "-c", there], capture_output=True).returncode:
-        pytest.skip(f"needs a GPU and TransformerEngine in {PYTHON}")
+    if subprocess.run([MEGATRON_PYTHON, "-c", there], capture_output=True).returncode:
+        pytest.skip(f"needs a GPU and TransformerEngine in {MEGATRON_PYTHON}")
     write_model(tmp_path / "model", QWEN2)
     launch(tmp_path, {1: [{"case": case, "out": str(tmp_path / case)} for case in MEGATRON_ON_GPU]})
     local, fused, chosen = (outcome(tmp_path, case) for case in MEGATRON_ON_GPU)

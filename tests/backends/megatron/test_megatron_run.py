@@ -4,22 +4,16 @@ each, in an interpreter of their own."""
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
+from optional import MEGATRON_PYTHON, needs_megatron
 from running import metrics, preset
 from running import warm_rlctl as rlctl
 
-PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[3] / ".venv-megatron" / "bin" / "python"))
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="scripts/setup-engine megatron makes .venv-megatron"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_megatron]
 
 SMALL = {
-    "actor.python": PYTHON,
+    "actor.python": MEGATRON_PYTHON,
     "run.colocate": "always",  # it offloads and onloads in every step
     "checkpoint.every": 1,
     "data.prompts_per_step": 8,
@@ -28,14 +22,14 @@ SMALL = {
     "algorithm.mini_batches_per_step": 2,
     "algorithm.kl_coef": 0.01,
     "ref.engine.kind": "megatron",
-    "ref.python": PYTHON,
+    "ref.python": MEGATRON_PYTHON,
     "eval.every": 2,
     "eval.prompts": 8,
 }
 SETTINGS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
 LEARNS = 'optimizer={lr=1e-3, warmup_steps=5, schedule="cosine"}'
 MEGATRON = 'engine={kind="megatron", pipeline_parallel=2}'  # the actor's, on another axis
-CRITIC = f'processes=2, launcher="torchrun", threads=1, python="{PYTHON}", {LEARNS}, {MEGATRON}'
+CRITIC = f'processes=2, launcher="torchrun", threads=1, python="{MEGATRON_PYTHON}", {LEARNS}, {MEGATRON}'
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +67,7 @@ def test_each_rank_says_its_axes(finished):
     assert of["actor"] == [{"data": 1, "pipeline": 1, "tensor": 2}] * 2
     assert of["critic"] == [{"data": 1, "pipeline": 2, "tensor": 1}] * 2
     assert of["ref"] == [{"data": 1, "pipeline": 1, "tensor": 1}]
-    assert {rank["python"] for role in of for rank in built[role]} == {str(PYTHON)}
+    assert {rank["python"] for role in of for rank in built[role]} == {str(MEGATRON_PYTHON)}
 
 
 def test_its_checkpoint_exports(finished, tmp_path):

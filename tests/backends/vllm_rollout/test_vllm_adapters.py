@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from optional import needs_vllm
 from rollout_helpers import answer, make_prompts
 from train_helpers import learn
-from vllm_process import RemoteVllm, VllmProcess, needs_vllm
+from vllm_process import RemoteVllm, VllmProcess
 from vllm_syncing import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, probe, sync, trainer_of
 
 from backends.train.engine import HfTrainEngine

@@ -14,9 +14,10 @@ import pytest
 import torch
 from families import FAMILIES
 from numpy.typing import NDArray
+from optional import needs_vllm
 from rollout_helpers import answer, give_weights, make_prompts, rollout_config
 from transformers import AutoConfig, AutoModelForCausalLM
-from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, needs_vllm, shared_folder
+from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, shared_folder
 
 from backends.completions import Completions
 from backends.protocol import WeightSpec

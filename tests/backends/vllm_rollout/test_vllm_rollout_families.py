@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES
+from optional import needs_vllm
 from rollout_helpers import make_prompts, rollout_config
 from train_helpers import build_engine, learn, train_config, write_model
-from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, needs_vllm
+from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess
 from vllm_syncing import EXACT, TEMPERATURE, gap, sync
 
 from backends.train.engine import HfTrainEngine

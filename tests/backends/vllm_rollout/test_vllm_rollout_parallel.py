@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from optional import needs_vllm
 from rollout_helpers import make_prompts
 from train_helpers import learn
-from vllm_process import RemoteVllm, VllmProcess, needs_vllm
+from vllm_process import RemoteVllm, VllmProcess
 from vllm_syncing import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, sync, sync_on_device
 
 from backends.train.engine import HfTrainEngine

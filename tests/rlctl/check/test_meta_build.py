@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional import VLLM_PYTHON, needs_vllm
 from running import REPO, preset
 from sabotage import SUPPORT
 
@@ -17,8 +18,6 @@ from rlctl.cli import main
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 TINY = REPO / "specs" / "builtin" / "tiny-digits"
-VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", REPO / ".venv-vllm" / "bin" / "python"))
-needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm")
 HALF_A_BILLION = {  # Qwen2.5-0.5B
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "intermediate_size": 4864,

@@ -13,11 +13,11 @@ from pathlib import Path
 import crashing
 import psutil
 import pytest
+from optional import VLLM_PYTHON, needs_vllm
 from running import REPO, environment, finish, metrics, preset, settings, steps_done, trajectory, wait_for, workers_of
 from some_hosts import Hosts, left_in, ray_hosts
 from talking_runs import counted
 from talking_runs import write as write_talking
-from vllm_process import PYTHON, needs_vllm
 
 from rlctl.processes.ray_cluster import RayCluster
 from specs.errors import SpecError
@@ -235,10 +235,10 @@ def test_a_replica_spans_two_nodes_and_comes_back_when_a_worker_of_the_other_is_
 ) -> None:
     """In turns with the actor, so that both nodes' workers give their memory back."""
     run = tmp_path / "run"
-    span = ("nodes=2", "engine.tensor_parallel=2", "allow_pickle_between_nodes=true", f"python={PYTHON}", "threads=1")
+    span = ("nodes=2", "engine.tensor_parallel=2", "allow_pickle_between_nodes=true", "threads=1")
     more = ("run.steps=3", "run.colocate=always", "eval.every=100", "eval.prompts=2", "data.prompts_per_step=16")
-    spec = on_hosts(hosts, preset("vllm-cpu", tmp_path))
-    process = train(hosts, spec, run, *settings(*(f"rollout.{key}" for key in span), *more))
+    options = settings(f"rollout.python={VLLM_PYTHON}", *(f"rollout.{key}" for key in span), *more)
+    process = train(hosts, on_hosts(hosts, preset("vllm-cpu", tmp_path)), run, *options)
     try:
         wait_for(lambda: steps_done(run) >= 1 or process.poll() is not None, LATE_S, "the first step")
         names = {one: psutil.Process(int(one)).name() for host in hosts.names[1:] for one in left_in(host)}

@@ -6,18 +6,14 @@ Where there is an interpreter with Megatron-core, it holds the reward model, in 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from optional import MEGATRON_PYTHON
 from running import finish, preset, settings, trained
 from tiny_reward_model import own_score, write_reward_model
 
-MEGATRON = Path(
-    os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[3] / ".venv-megatron" / "bin" / "python")
-)
-IN_STAGES = f', processes=2, launcher="torchrun", python="{MEGATRON}", engine={{kind="megatron", pipeline_parallel=2}}'
-
+IN_STAGES = ', processes=2, launcher="torchrun", engine={kind="megatron", pipeline_parallel=2}'
 SMALL = """run.steps=2
 checkpoint.every=1
 data.prompts_per_step=4
@@ -31,7 +27,7 @@ def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
     spec, run = preset("quickstart", tmp_path), tmp_path / "run"
     rows = [{"prompt": f"{digits}>", "answer": "".join(sorted(digits))} for digits in ("3142", "4321", "2143", "1423")]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    engine = IN_STAGES if MEGATRON.exists() else ""
+    engine = f'{IN_STAGES}, python="{MEGATRON_PYTHON}"' if MEGATRON_PYTHON.exists() else ""
     section = f'reward_model={{model="{model}", max_sequence_tokens=96, micro_batch_tokens=256{engine}}}'
     two = 'eval={every=2, prompts=4, sets=[{name="heldout"}, {name="own", data="own.jsonl"}]}'
     lines = (*SMALL.splitlines(), two, section, 'run.colocate="always"')

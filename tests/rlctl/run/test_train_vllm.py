@@ -5,30 +5,23 @@ where there is one with Megatron-core, on two tensor ranks in a third.
 from __future__ import annotations
 
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 
 import crashing
 import pytest
 import talking_runs
+from optional import MEGATRON_PYTHON, VLLM_PYTHON, needs_vllm
 from running import finish, metrics, preset, settings, trained, warm_python
 
-VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
-MEGATRON = Path(
-    os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[3] / ".venv-megatron" / "bin" / "python")
-)
 ON_MEGATRON = {
     "actor__engine": '{ kind = "megatron", tensor_parallel = 2 }',
-    "actor__python": MEGATRON,
+    "actor__python": MEGATRON_PYTHON,
     "actor__processes": 2,
     "actor__launcher": "torchrun",
 }
 
-pytestmark = [
-    pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm"),
-    pytest.mark.slow,
-]
+pytestmark = [needs_vllm, pytest.mark.slow]
 
 SMALL = {
     "run.steps": 4,
@@ -63,7 +56,7 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("colocated")
     crash = {"role": "rollout", "method": "generate", "call": 3}  # the first call evaluates
     options = crashing.install(folder / "plot", [crash], crashing.VLLM)
-    trainer = ON_MEGATRON if MEGATRON.exists() else {}
+    trainer = ON_MEGATRON if MEGATRON_PYTHON.exists() else {}
     return train(folder, *options, run__colocate='"always"', **trainer)
 
 

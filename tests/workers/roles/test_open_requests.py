@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from optional import needs_vllm
 from rollout_helpers import batch_of, give_weights, make_prompts, random_weights, rollout_config, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from vllm_process import RemoteVllm, needs_vllm, shared_folder
+from vllm_process import RemoteVllm, shared_folder
 
 from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine
