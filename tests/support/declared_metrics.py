@@ -47,7 +47,7 @@ def _of_losses() -> Iterator[Metric]:
             if losses is of_actor and metric.name in named:
                 continue
             having = [loss for loss in losses if metric in loss.metrics]
-            when = "steps in which the role learns"
+            when = "the run learns from rows" if losses is of_actor else "steps in which the role learns"
             if len(having) < len(losses):
                 when += ", with the loss " + ", ".join(
                     f"`{kind_of(loss) or loss.model_fields['kind'].default}`" for loss in having
