@@ -36,7 +36,7 @@ class AgentCommand(Table):
     command: tuple[NonEmpty, ...] = Field(min_length=1)
     """The program and its arguments. It gets `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and a key of its own."""
     env: dict[NonEmpty, str] = Field(default_factory=dict)
-    """Variables besides `PATH`, the locale and an empty `HOME`: nothing else of this machine's is handed on."""
+    """Variables besides `PATH`, locale, `TZ`, `SSL_CERT_…` and an empty `HOME`: no others of this machine."""
     cwd: NonEmpty = "fresh"
     """The working directory at the start: empty (`fresh`), or a copy of a folder, of an archive or of a git bundle,
     relative to the spec file."""
