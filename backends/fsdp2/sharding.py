@@ -28,9 +28,9 @@ class ShardMesh:
     """`replicate` groups of `shard` ranks: each group holds the model once, sharded by rows."""
 
     def __init__(self, engine: Fsdp2Table, rank: Rank, device: torch.device) -> None:
-        self.replicate = engine.replicate
-        self.shard = engine.shard or rank.world_size // engine.replicate
-        assert self.replicate * self.shard == rank.world_size, "specs/rules/mesh_rules.py"
+        mesh = engine.mesh(rank.world_size)
+        assert mesh.ranks == rank.world_size, "specs/rules/mesh_rules.py"
+        self.axes, self.replicate, self.shard = dict(mesh.axes or {}), mesh.replicate, mesh.shard
         self.shard_index = rank.rank % self.shard
         self.replicate_index = rank.rank // self.shard
         self.device_mesh: DeviceMesh = (
@@ -39,10 +39,6 @@ class ShardMesh:
             else init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
         )
         self.shard_group = self.device_mesh["shard"].get_group()
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"replicate": self.replicate, "shard": self.shard}
 
 
 def shard_policy(policy: Policy, mesh: ShardMesh, engine: Fsdp2Table, compute: torch.dtype) -> list[FSDPModule]:

@@ -26,8 +26,8 @@ class Fsdp2Table(OwnModules):
     kind: Literal["fsdp2"] = "fsdp2"
     shard: int | None = Field(None, gt=0)
     """Ranks that hold the model together; unset: all processes of the role."""
-    replicate: int = Field(1, gt=0)
-    """Groups that each hold the whole model; shard × replicate is the role's processes."""
+    replicate: int | None = Field(None, gt=0)
+    """Groups that each hold the whole model; unset: one for each `shard` of the role's processes."""
     reshard_after_forward: bool = True
     """Let go of a layer's gathered parameters after its forward pass and gather them again for the backward pass;
     false is quicker and holds the whole model in compute precision."""
@@ -39,9 +39,10 @@ class Fsdp2Table(OwnModules):
     engine_class: ClassVar[str | None] = "backends.fsdp2.engine:Fsdp2TrainEngine"
 
     def mesh(self, processes: int) -> Mesh:
-        """Take what `replicate` leaves where `shard` is unset. A rule refuses axes that do not give the processes."""
-        shard = self.shard or max(1, processes // self.replicate)
-        return Mesh(self.replicate, shard, axes={"replicate": self.replicate, "shard": shard})
+        """Take for an axis that is unset what the other leaves. A rule refuses axes that do not give the processes."""
+        replicate = self.replicate or max(1, processes // (self.shard or processes))
+        shard = self.shard or max(1, processes // replicate)
+        return Mesh(replicate, shard, axes={"replicate": replicate, "shard": shard})
 
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse meshes that do not fit the role's processes, and keys without effect."""
@@ -89,8 +90,9 @@ class Fsdp2Table(OwnModules):
             message = f"{processes} processes cannot be shared out to {self.replicate} groups"
             hint = f"{role}.engine.replicate = {listed(divisors(processes))} would fit"
             return Problem(f"{role}.engine.replicate", message, hint, str(self.replicate))
-        ranks = self.shard * self.replicate
-        message = f"shard × replicate = {self.shard} × {self.replicate} = {ranks}, but {role} has {processes} processes"
+        replicate = self.mesh(processes).replicate
+        ranks = self.shard * replicate
+        message = f"shard × replicate = {self.shard} × {replicate} = {ranks}, but {role} has {processes} processes"
         hint = f"{role}.processes = {ranks} would fit, or "
         if processes % self.shard == 0:
             hint += f"{role}.engine.replicate = {processes // self.shard}"

@@ -67,8 +67,9 @@ def test_stages_lie_furthest_apart_where_megatron_has_them_so(
     assert (last.rank, last.node, last.replica, last.shard) == (7, 1, 1, 3)
 
 
-def test_what_replicate_leaves_is_sharded() -> None:
-    section = actor(Fsdp2Table(replicate=4), 8)
+@pytest.mark.parametrize("axes", [{"replicate": 4}, {"shard": 2}])
+def test_an_axis_that_is_unset_takes_what_the_other_leaves(axes: dict[str, int]) -> None:
+    section = actor(Fsdp2Table(**axes), 8)
     assert mesh_of(section) == Mesh(replicate=4, shard=2, axes={"replicate": 4, "shard": 2})
     assert ranks(section) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert built_mesh(section) == {"replicate": 4, "shard": 2}
@@ -103,8 +104,13 @@ def test_ranks_that_share_samples_lie_on_two_axes_more() -> None:
 @pytest.mark.parametrize(
     ("engine", "key", "message", "hint"),
     [
-        ({"shard": 4}, "shard", "4 × 1 = 4, but actor has 8", "actor.processes = 4 would fit, or actor.engine.rep"),
-        ({"shard": 3}, "shard", "3 × 1 = 3, but actor has 8", "actor.engine.shard = 1, 2, 4 or 8"),
+        (
+            {"shard": 4, "replicate": 1},
+            "shard",
+            "4 × 1 = 4, but actor has 8",
+            "actor.processes = 4 would fit, or actor.engine.rep",
+        ),
+        ({"shard": 3}, "shard", "3 × 2 = 6, but actor has 8", "actor.engine.shard = 1, 2, 4 or 8"),
         ({"replicate": 3}, "replicate", "cannot be shared out to 3 groups", "replicate = 1, 2, 4 or 8 would fit"),
     ],
 )

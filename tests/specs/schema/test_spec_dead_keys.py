@@ -46,7 +46,7 @@ AT_RUN_TIME = {
 }
 
 # Keys that only ever take one value, repeat what others say, or permit what they ask for: any other is refused.
-ONE_VALUE = {"schema", "run.recipe", "actor.engine.shard"}
+ONE_VALUE = {"schema", "run.recipe"}
 ONE_VALUE |= {"rollout.engine.tensor_parallel", "rollout.allow_pickle_between_nodes"}
 ONE_VALUE |= {"environment.name"}  # of one environment, as here; of several no two may have the same
 
@@ -119,7 +119,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "actor.engine.offload": {"actor.devices": [0]},
     "actor.engine.offload_optimizer": {"actor.devices": [0]},
     "actor.engine.offload_parameters": {"actor.devices": [0]},
-    "actor.engine.shard": {"actor.processes": 4, "actor.engine.replicate": 2},
+    "actor.engine.shard": {"actor.processes": 4, "actor.launcher": "torchrun"},
     "actor.engine.replicate": {"actor.processes": 2, "actor.launcher": "torchrun"},
     "algorithm.anchor": {"algorithm.mini_batches_per_step": 2},
     "algorithm.kl_target": {"algorithm.kl_coef": 0.1},
