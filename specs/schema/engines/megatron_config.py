@@ -38,9 +38,10 @@ MEGATRON = Library(
     },
     # What would change results, checkpoints or syncs without a word. What else rlctl sets is compared at build.
     refused={
-        "config.json of the model says it": "num_layers rotary_ window_ layernorm_ activation_func",
+        "config.json of the model says it": "num_layers rotary_ no_rope_freq window_ layernorm_ activation_func "
+        "glu_linear_offset",
         "rlctl computes experts as config.json of the model says": "moe_",
-        "rlctl trains in fp32 and bf16": "fp8 fp4 keep_fp8 reuse_grad_buf",
+        "rlctl trains in fp32 and bf16": "fp8 fp4 keep_fp8 reuse_grad_buf loss_scale",
         "of TransformerEngine, rlctl takes the layers alone": "tp_comm_ cpu_offloading use_te_ cuda_graph "
         "apply_rope_fusion",
         f"attention is rlctl's own ({page('engines.md')})": "attention_ softmax_",
@@ -48,6 +49,7 @@ MEGATRON = Library(
         "a step that is not finite is skipped, not an error": "check_for_",
         "checkpoints and weight sync read the distributed optimizer's layout": "use_megatron_fsdp use_custom_fsdp "
         "num_distributed_optimizer_instances",
+        "AdamW decays matrices alone, apart from their gradients": "decoupled_weight_decay apply_wd_to_qk_layernorm",
         "Adam's moments are fp32": "use_precision_aware_optimizer",
         "optimizer state in host memory is not in rlctl yet for this engine": "optimizer_cpu_offload",
         "losses divide by global counts": "average_in_collective",
