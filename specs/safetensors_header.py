@@ -17,7 +17,7 @@ from specs.text import LFS, LFS_POINTER
 
 ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
-    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
 }
 # Name of a dtype on the wire → its code in a file.
 CODES = {"fp32": "F32", "bf16": "BF16", "float64": "F64", "float16": "F16", "bool": "BOOL"} | {
@@ -61,7 +61,7 @@ def read_header(path: Path) -> Header:
         content = json.loads(text)
         metadata = content.pop("__metadata__", {})
         entries = {name: _entry(data, **fields) for name, fields in content.items()}
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"is not a safetensors file ({error})") from None
     spans = sorted((entry.start, entry.start + entry.nbytes) for entry in entries.values())
     if [data, *(end for _, end in spans)] != [*(start for start, _ in spans), size]:
