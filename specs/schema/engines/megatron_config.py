@@ -27,7 +27,7 @@ MEGATRON = Library(
         "{role}.engine.expert_tensor_parallel": "expert_tensor_parallel_size",
         "{role}.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype main_params_dtype",
         "{role}.gradient_checkpointing": "recompute_granularity recompute_method recompute_num_layers "
-        "recompute_modules",
+        "recompute_modules num_microbatches_with_partial_activation_checkpoints",
         "{role}.optimizer.lr": "lr decoupled_lr decoupled_min_lr",
         "{role}.optimizer.schedule": "min_lr",
         "{role}.optimizer.weight_decay": "weight_decay",
