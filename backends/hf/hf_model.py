@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap
 from backends.hf.language_model import KEY_MAPPING, language_model_config
+from backends.hf.model_shape import check_positions
 from backends.hf.recompute import recomputed_layers
 from backends.hf.score_layer import (
     auto_class,
@@ -37,7 +38,7 @@ from backends.packed import packed_attention, state_layers
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
 from specs.errors import ModelError
-from specs.model_facts import LAYER_KINDS, model_facts, positions_of, tokens_of_one_rope
+from specs.model_facts import LAYER_KINDS, model_facts, tokens_of_one_rope
 from specs.wire.as_built import ModelBuilt
 from specs.wire.model_flops import DecoderSize
 from specs.wire.role_config import ModelConfig
@@ -125,12 +126,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
-    limit = positions_of(text.to_dict() | {"max_position_embeddings": getattr(text, "max_position_embeddings", None)})
-    if limit and config.max_sequence_tokens > limit:
-        raise ModelError(
-            f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
-            hint="lower data.max_prompt_tokens or data.max_response_tokens",
-        )
+    check_positions(config, text)
     _check_one_rope(config, text)
     unknown = set(getattr(text, "layer_types", None) or ()) - LAYER_KINDS
     if unknown:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from backends.hf.adapted_layers import chosen_layers, layer_sizes
 from backends.hf.adapter_names import down_of, up_of, wire_name
@@ -20,7 +20,7 @@ from backends.hf.tokenizer import token_ids
 from backends.protocol import OnMeta, WeightSpec
 from backends.weights.tensor_bytes import DTYPES, named_weights, wire_dtype
 from specs.errors import ModelError
-from specs.model_facts import model_facts
+from specs.model_facts import model_facts, positions_of
 from specs.schema.role_section import Lora
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import ModelConfig
@@ -42,6 +42,16 @@ class ModelShape:
     end_tokens: frozenset[int]  # of config and generation config
 
 
+def check_positions(config: ModelConfig, text: PretrainedConfig) -> None:
+    """Raises ModelError where a sequence may be longer than the model takes."""
+    limit = positions_of(text.to_dict() | {"max_position_embeddings": getattr(text, "max_position_embeddings", None)})
+    if limit and config.max_sequence_tokens > limit:
+        raise ModelError(
+            f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
+            hint="lower data.max_prompt_tokens or data.max_response_tokens",
+        )
+
+
 def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
     """Raises ModelError where the folder holds no causal language model, one for shorter sequences, or one that lacks a
     layer that `lora` names."""
@@ -59,12 +69,7 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
     model.tie_weights()
     facts = model_facts(hf_config.to_dict())
     text = hf_config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and config.max_sequence_tokens > limit:
-        raise ModelError(
-            f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
-            hint="lower data.max_prompt_tokens or data.max_response_tokens",
-        )
+    check_positions(config, text)
     return ModelShape(
         architecture=type(model).__name__,
         weights={name: _spec(name, tensor) for name, tensor in named_weights(model).items()},

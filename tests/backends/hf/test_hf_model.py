@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from backends.hf.attention_choice import choose, refuse_a_swap
 from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights
 from backends.hf.language_model import language_model_config
+from backends.hf.model_shape import model_shape
 from backends.hf.recompute import recompute_activations, recomputed_layers
 from specs.errors import ModelError
 
@@ -51,6 +52,16 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
 def test_sequences_longer_than_the_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="at most 128 tokens, but a sequence may have 129"):
         build_model(model_config(write_model(tmp_path, QWEN2), max_sequence_tokens=129), load_weights=True)
+
+
+def test_yarn_stretches_what_every_engine_takes(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = write_model(tmp_path, {**QWEN2, "max_position_embeddings": 64, "rope_scaling": yarn})
+    builds: list[Any] = [build_without_memory, model_shape]
+    for build in builds:
+        build(model_config(folder, max_sequence_tokens=256))
+        with pytest.raises(ModelError, match="at most 256 tokens"):
+            build(model_config(folder, max_sequence_tokens=257))
 
 
 def test_sequences_that_two_sets_of_rotary_frequencies_share_are_refused(tmp_path: Path) -> None:
