@@ -54,19 +54,16 @@ REFRESH_S = 15  # between two loads of the page of a running run
 WARNINGS_SHOWN = 50
 
 
-def write_report(run_dir: Path, *, running: bool = False, target: Path | None = None) -> Path | None:
-    """Write `target`, or `run_dir/report.html`, atomically, and return its path; files that are missing leave their
-    part out. `running`: an attempt runs and writes `run_dir/report.html` again, so that page loads itself again.
-
-    Return None where the disk refuses: the report is made again on the next occasion, and the error that a person
-    must see is the run's own.
-    """
-    target = target or run_dir / "report.html"
-    return None if write_page(target, render(run_dir, running=running, target=target)) else target
+def write_report(run_dir: Path) -> Path | None:
+    """Write `run_dir/report.html` and return its path; None where the disk refuses: it is made again on the next
+    occasion, and the error that a person must see is the run's own."""
+    target = run_dir / "report.html"
+    return None if write_page(target, render(run_dir)) else target
 
 
 def render(run_dir: Path, *, running: bool = False, target: Path | None = None) -> str:
-    """Return the page as text. `target`: where it will be, for its links; else the run directory."""
+    """Return the page as text; files that are missing leave their part out. `target`: where it will be, for its links;
+    else the run directory. `running`: a run writes it again there, so that it loads itself again."""
     run_dir = run_dir.absolute()
     folder = target.absolute().parent if target else run_dir
     trouble = ""
