@@ -27,7 +27,7 @@ from rlctl.processes.launch import Place, Started, tail
 from rlctl.processes.membership import Membership
 from rlctl.processes.node_connection import RemoteProcess
 from rlctl.processes.rank_states import RankState
-from rlctl.processes.stall_watch import Stall, StallWatch, Waiting
+from rlctl.processes.stall_watch import Stall, StallWatch
 from specs.errors import Cause, ChannelError, RoleFailure
 from specs.schema.roles import ROLES
 from specs.wire.error_body import ErrorBody
@@ -171,7 +171,7 @@ class FailureWatch:
         for group, call in self._flying():
             if call.overdue and not self._leave_out_unbuilt(group, call):
                 late = [(group.role, rank) for rank in call.missing]
-                missing = {place: waiting for place, waiting in self.waiting().items() if place in late}
+                missing = {place: pending for place, pending in self.waiting().items() if place in late}
                 self.overdue = True
                 stall = self._watch.chain(missing)
                 self._dump(missing)
@@ -206,13 +206,9 @@ class FailureWatch:
     def _flying(self) -> list[tuple[Group, Call]]:
         return [(group, call) for group in self._groups.values() for call in group.in_flight]
 
-    def waiting(self) -> dict[Place, Waiting]:
-        """Return the ranks with a pending reply."""
-        return {
-            (group.role, rank): Waiting(str(call.verb), call.number, call.step)
-            for group, call in self._flying()
-            for rank in call.missing
-        }
+    def waiting(self) -> dict[Place, Call]:
+        """Return the ranks with a pending reply, each with the last call that it has not answered."""
+        return {(group.role, rank): call for group, call in self._flying() for rank in call.missing}
 
     def _grace_s(self, roles: Sequence[str]) -> float:
         """Return how long a rank's error waits for the end of another rank of these roles."""

@@ -11,19 +11,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlctl.processes.calls import Call
 from rlctl.processes.launch import Place
 from specs.wire.heartbeat import Activity, Moving
 
 _MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is no stall
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A rank that has not answered yet: the verb's name and number, and the step that it is part of."""
-
-    verb: str
-    call: int
-    step: int | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,8 @@ class Stall:
 
 
 class StallWatch:
-    """Notices everything that moves. Seconds are of the driver's monotonic clock."""
+    """Notices everything that moves. Seconds are of the driver's monotonic clock; `waiting` has the ranks with a
+    pending reply, each with the call."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -63,12 +56,12 @@ class StallWatch:
         """Forget a process that is gone: a new one counts from 0."""
         self._activities.pop(place, None)
 
-    def of(self, place: Place, waiting: Waiting) -> Activity | None:
-        """Return a rank's report on the verb that is waited for; None when there is none yet."""
+    def of(self, place: Place, call: Call) -> Activity | None:
+        """Return a rank's report on a call; None when there is none yet."""
         activity = self._activities.get(place)
-        return activity if activity is not None and activity.call == waiting.call else None
+        return activity if activity is not None and activity.call == call.number else None
 
-    def moving(self, waiting: Mapping[Place, Waiting]) -> Moving:
+    def moving(self, waiting: Mapping[Place, Call]) -> Moving:
         """Return what the progress line shows."""
         at_work = [one for place, each in waiting.items() if (one := self.of(place, each)) is not None]
         units = tuple(dict.fromkeys(one.unit for one in at_work if one.unit))
@@ -78,7 +71,7 @@ class StallWatch:
     def _still_s(self) -> float:
         return time.monotonic() - self._moved_at
 
-    def look(self, waiting: Mapping[Place, Waiting]) -> Stall | None:
+    def look(self, waiting: Mapping[Place, Call]) -> Stall | None:
         """Return the stall of ranks with a pending reply, if there is one; the clock then starts again. Call often."""
         now = time.monotonic()
         missed_s, self._looked_at = now - self._looked_at, now
@@ -92,12 +85,12 @@ class StallWatch:
         self.moved()
         return stall
 
-    def _all_judged(self, waiting: Mapping[Place, Waiting]) -> bool:
+    def _all_judged(self, waiting: Mapping[Place, Call]) -> bool:
         """Return whether every rank would count, were there progress."""
         activities = (self.of(place, one) for place, one in waiting.items())
         return all(activity is None or activity.counted for activity in activities)
 
-    def chain(self, waiting: Mapping[Place, Waiting]) -> Stall:
+    def chain(self, waiting: Mapping[Place, Call]) -> Stall:
         """Return the stall of these ranks, at least one. The culprits are those that wait for no other; where each
         waits for another, all of them."""
         activities = {place: self.of(place, one) for place, one in waiting.items()}
@@ -113,9 +106,9 @@ class StallWatch:
             tuple(culprits), "; ".join([f"{who} waits for {' and for '.join(ends)}", *links]), is_circle=not idle
         )
 
-    def _words(self, waiting: Waiting, activity: Activity | None) -> str:
+    def _words(self, call: Call, activity: Activity | None) -> str:
         if activity is None:
-            return f"no verb, {self._still_s:.0f} s after {waiting.verb} was sent to it"
+            return f"no verb, {self._still_s:.0f} s after {call.verb} was sent to it"
         parts = [activity.words()]
         without = f" without a {activity.unit}" if activity.unit else " without a sign of progress"
         parts.append(f"{self._still_s:.0f} s{without}")

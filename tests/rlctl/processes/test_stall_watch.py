@@ -19,13 +19,15 @@ from rlctl.processes.calls import Call, RanksFailed
 from rlctl.processes.failures import Evidence
 from rlctl.processes.groups import Groups
 from rlctl.processes.rank_states import RestartPolicy
-from rlctl.processes.stall_watch import StallWatch, Waiting
+from rlctl.processes.stall_watch import StallWatch
 from specs.errors import RoleFailure
 from specs.wire.heartbeat import Activity
 from specs.wire.messages import Message, Verb
 
 SOON_S = 0.3
-GENERATE, UPDATE = Waiting("generate", 5, 3), Waiting("update", 9, 3)
+GENERATE, UPDATE = (
+    Call(verb, number, [], 3, 60.0, [0], tick=lambda: None) for verb, number in ((Verb.GENERATE, 5), (Verb.UPDATE, 9))
+)
 ROLLOUT, ACTOR, PEER = ("rollout", 3), ("actor", 0), ("actor", 1)
 
 
