@@ -25,7 +25,7 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TextIO, cast
@@ -111,7 +111,8 @@ def _span_from_env() -> ReplicaSpan | None:
 
 def _work(link: Link, target: str, rank: Rank) -> int:
     try:
-        handlers = _load(target)(rank)
+        module, _, name = target.partition(":")
+        handlers: Handlers = getattr(import_module(module), name)(rank)
     except Exception as error:  # every error is reported to the driver
         link.send(error_message(error))
         return 1
@@ -121,12 +122,6 @@ def _work(link: Link, target: str, rank: Rank) -> int:
         print(f"channel: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _load(target: str) -> Callable[[Rank], Handlers]:
-    module, _, name = target.partition(":")
-    factory: Callable[[Rank], Handlers] = getattr(import_module(module), name)
-    return factory
 
 
 def _redirect_output(index: int) -> None:

@@ -117,6 +117,7 @@ def serve(peer: Peer, handlers: Handlers) -> None:
     """Serve calls until `close`. An error of a verb is reported and the loop continues."""
     open_calls: set[int] = set()
     work = handlers.work if isinstance(handlers, Working) else None
+    handlers = {**_NOTHING, **handlers}
     while True:
         if work is not None and work.pending:
             if (message := peer.received()) is None:
@@ -161,7 +162,9 @@ def _reply(peer: Peer, handlers: Handlers, call: Message, open_calls: set[int]) 
 
     future: Future[Reply] = Future()
     try:
-        reply = _handler(handlers, call)(call, emit)
+        if call.verb not in handlers:
+            raise ChannelError(f"this role has no verb {call.verb}")
+        reply = handlers[call.verb](call, emit)
     except Exception as error:
         future.set_exception(error)
     else:
@@ -170,15 +173,6 @@ def _reply(peer: Peer, handlers: Handlers, call: Message, open_calls: set[int]) 
         else:
             future.set_result(reply)
     future.add_done_callback(end)
-
-
-def _handler(handlers: Handlers, call: Message) -> Handler:
-    assert call.verb is not None
-    if call.verb in handlers:
-        return handlers[call.verb]
-    if call.verb in (Verb.PING, Verb.CLOSE):
-        return _NOTHING[call.verb]
-    raise ChannelError(f"this role has no verb {call.verb}")
 
 
 def _nothing(call: Request[Nothing], emit: Emit) -> Replied:

@@ -107,12 +107,6 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _wait_then_exit(pid: int) -> None:
-    _wait_gone(pid)
-    print(f"process {pid}, which drives this run, is gone: leaving", file=sys.stderr, flush=True)
-    os._exit(EXIT_ORPHANED)
-
-
-def _wait_gone(pid: int) -> None:
     try:
         select.select([os.pidfd_open(pid)], [], [])
     except (OSError, AttributeError):  # it is gone, or the system is old, or a sandbox forbids pidfd_open
@@ -120,6 +114,8 @@ def _wait_gone(pid: int) -> None:
             while True:
                 os.kill(pid, 0)
                 time.sleep(_POLL_S)
+    print(f"process {pid}, which drives this run, is gone: leaving", file=sys.stderr, flush=True)
+    os._exit(EXIT_ORPHANED)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -70,7 +70,7 @@ class Launcher:
         self.run_id = secrets.token_hex(16)
         self._home = dict(home)
         self._spawned = 0
-        self._stores: list[Path] = []
+        self._stores: list[Path] = []  # folders with the file in which ranks on this host meet (torch's `FileStore`)
         self._ports: list[socket.socket] = []
         self._nodes: dict[tuple[str, str], NodeConnection] = {}  # by role and host
 
@@ -81,7 +81,9 @@ class Launcher:
         group: dict[str, str] = {}
         port = str(plan.meeting.port or self._reserve_port()) if plan.world_size_of_group > 1 else ""
         if plan.world_size_of_group > 1 and plan.nodes == 1:
-            group["RLCTL_GROUP_STORE"] = str(self._make_store_folder() / plan.role)
+            # Not in the run directory: on a network file system locks are slow or missing. Only this user enters it.
+            self._stores.append(Path(tempfile.mkdtemp(prefix="rlctl-")))
+            group["RLCTL_GROUP_STORE"] = str(self._stores[-1] / plan.role)
         if plan.launcher == "python":
             for rank in range(plan.processes):
                 self.start_rank(plan, rank, group, port)
@@ -120,12 +122,6 @@ class Launcher:
                 place_of_part = place | {"RLCTL_SPAN_NODE": str(part)}
                 log_path = log_path.with_name(f"rank{rank}_node{part}.log")
                 self._start_remote(plan, node, (rank,), place_of_part, log_path, is_part=True)
-
-    def _make_store_folder(self) -> Path:
-        """Make a folder that only this user can enter, for the file in which ranks on this host meet (torch's
-        `FileStore`). The run directory may be on a network file system, where locks are slow or missing."""
-        self._stores.append(Path(tempfile.mkdtemp(prefix="rlctl-")))
-        return self._stores[-1]
 
     def _reserve_port(self) -> int:
         """Bind a port, so that the kernel gives it to no other process until `stop`. A store that sets SO_REUSEADDR, as
@@ -264,30 +260,26 @@ class Launcher:
         log_path: Path,
         launcher: str = "",
     ) -> None:
+        """Start a process here, with its output in a log. Raise SpecError."""
         mark = self._new_mark()
-        process = _popen(command, env | {_OWN_MARK: mark}, log_path, key=f"{role}.python")
+        with log_path.open("ab") as output:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=env | {_OWN_MARK: mark},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
+                )
+            except OSError as error:
+                why, hint = f"cannot be started: {error.strerror}", "name a program that exists, or leave the key out"
+                raise SpecError([Problem(f"{role}.python", why, hint, command[0])]) from None
         self.started.append(Started(role, ranks, process, log_path, launcher, mark=mark))
 
     def _new_mark(self) -> str:
         self._spawned += 1
         return f"{self.run_id}.{self._spawned}"
-
-
-def _popen(command: Sequence[str], env: Mapping[str, str], log_path: Path, *, key: str) -> subprocess.Popen[bytes]:
-    """Start a process with its output in a log. Raise SpecError that names `key`."""
-    with log_path.open("ab") as output:
-        try:
-            return subprocess.Popen(
-                command,
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
-            )
-        except OSError as error:
-            hint = "name a program that exists, or leave the key out"
-            raise SpecError([Problem(key, f"cannot be started: {error.strerror}", hint, command[0])]) from None
 
 
 def base_environment() -> dict[str, str]:
@@ -343,7 +335,6 @@ def _kill_all_of(those: Iterable[Started]) -> list[int]:
 
 
 def describe_exit(code: int) -> str:
-    """Describe an exit code in words."""
     if code >= 0:
         return f"its process ended with exit code {code}"
     try:
