@@ -101,7 +101,7 @@ def train(
             problems = [*map(str, cross_field_warnings(spec)), *map(str, warnings)]
             problems += [f"resumed with another {change}" for change in run.changes]
             problems += [f"accepted: {change}" for change in run.accepted]
-            with explained_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name, screen) as progress:
+            with explained_disk_errors(run.path), Progress(spec.run.steps, spec.run.name, screen) as progress:
                 progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
                 for note in notes:
                     progress.message(f"note: {note}")

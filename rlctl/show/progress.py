@@ -38,20 +38,15 @@ COLORS = ("cyan", "magenta", "blue", "green", "yellow", "red", "white")
 
 
 class Progress:
-    """Show a run within a `with` block. `start_step` is the number of steps already done (a resumed run).
-
-    `live` forces the panel on or off; by default it follows the console.
-    """
+    """Show a run within a `with` block. `live` forces the panel on or off; by default it follows the console."""
 
     unit = "step"  # what is counted
 
-    def __init__(
-        self, total_steps: int, start_step: int, name: str, console: Screen | None = None, live: bool | None = None
-    ) -> None:
+    def __init__(self, total_steps: int, name: str, console: Screen | None = None, live: bool | None = None) -> None:
         self.console = console or Screen(outlives=True)
         replace_unwritable(self.console.file)
         self.live = redraws(self.console) if live is None else live
-        self._total, self._step, self._name = total_steps, start_step, name
+        self._total, self._step, self._name = total_steps, 0, name
         self._started = self._phase_started = time.monotonic()
         self._phase = "start"
         self._headline = eval_keys.HEADLINES[0]
@@ -325,8 +320,8 @@ class EvalProgress(Progress):
 
     unit = "completion"
 
-    def __init__(self, name: str, total: int, console: Screen | None = None, live: bool | None = None) -> None:
-        super().__init__(total, 0, name, console, live)
+    def __init__(self, name: str, total: int, console: Screen | None = None) -> None:
+        super().__init__(total, name, console)
         self._before = 0  # of the sets that are done
         self._sampling_since = 0.0
 

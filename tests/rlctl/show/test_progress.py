@@ -53,7 +53,7 @@ def test_what_is_slow_shows_how_far_it_is(clock: HandClock) -> None:
     for live in (False, True):
         state = [Moving({"token": 500, "grade": 64}, ("token",))]
         target = console(120, terminal=live)
-        with Progress(120, 0, "quickstart", target) as bar:
+        with Progress(120, "quickstart", target) as bar:
             bar.follow(partial(state.__getitem__, 0))
             bar.phase("rollout")
             state[0] = Moving({"token": 1_734, "grade": 64}, ("token", "grade"), still_s=4.0)
@@ -71,7 +71,7 @@ def test_what_is_slow_shows_how_far_it_is(clock: HandClock) -> None:
 
 def test_plain_lines_name_what_matters(clock: HandClock) -> None:
     target = console(terminal=False)
-    with Progress(120, 0, "quickstart", target) as bar:
+    with Progress(120, "quickstart", target) as bar:
         run(bar, clock, range(1, 4), 2.0)
         clock.now += 2.0
         ahead = {"rollout/staleness_mean": 1.5, "rollout/finished": 0.9996}
@@ -87,7 +87,7 @@ def test_plain_lines_name_what_matters(clock: HandClock) -> None:
 
 def test_fast_steps_give_at_most_a_line_a_second_and_always_the_last(clock: HandClock) -> None:
     target = console(terminal=False)
-    with Progress(1000, 0, "fast", target) as bar:
+    with Progress(1000, "fast", target) as bar:
         run(bar, clock, range(1, 1001), 0.01)
     lines = text_of(target).splitlines()
     assert len(lines) <= 12
@@ -96,7 +96,7 @@ def test_fast_steps_give_at_most_a_line_a_second_and_always_the_last(clock: Hand
 
 def test_a_long_wait_is_told_in_plain_lines(clock: HandClock) -> None:
     target = console(terminal=False)
-    with Progress(10, 0, "x", target) as bar:
+    with Progress(10, "x", target) as bar:
         bar.phase("build", "roles")
         for _ in range(100):
             clock.now += 0.7
@@ -107,7 +107,7 @@ def test_a_long_wait_is_told_in_plain_lines(clock: HandClock) -> None:
 @pytest.mark.parametrize("width", [40, 120])
 def test_the_panel_fits_its_width_and_shows_everything(clock: HandClock, width: int) -> None:
     target = console(width, terminal=True)
-    bar = Progress(120, 0, "quickstart", target)
+    bar = Progress(120, "quickstart", target)
     with target.capture() as before:
         target.print(bar.render())
     assert "reward" not in before.get(), "not known before a step: a run of sft has a loss"
@@ -135,7 +135,7 @@ def test_the_panel_fits_its_width_and_shows_everything(clock: HandClock, width: 
 @pytest.mark.parametrize("width", [60, 80])
 def test_a_long_name_leaves_room_for_the_step_and_the_estimate(clock: HandClock, width: int) -> None:
     target = console(width, terminal=True)
-    with Progress(12_000, 0, "grpo-qwen2.5-7b-gsm8k-lr1e-6-kl0.001-seed0-" * 3, target) as bar:
+    with Progress(12_000, "grpo-qwen2.5-7b-gsm8k-lr1e-6-kl0.001-seed0-" * 3, target) as bar:
         run(bar, clock, range(1, 3), 60.0)
     head = next(line for line in text_of(target).splitlines()[::-1] if "ETA" in line)
     assert "grpo-" in head
@@ -144,7 +144,7 @@ def test_a_long_name_leaves_room_for_the_step_and_the_estimate(clock: HandClock,
 
 
 def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(clock: HandClock) -> None:
-    bar = Progress(100, 0, "resumed", console(terminal=False))
+    bar = Progress(100, "resumed", console(terminal=False))
     bar.start_at(90)
     assert bar.eta_s is None
     run(bar, clock, range(91, 92), 60.0)
@@ -155,7 +155,7 @@ def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(
 def test_a_console_without_unicode_does_not_end_the_run() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    with Progress(10, 0, "x", Console(file=file, width=80, force_terminal=True, color_system=None)) as bar:
+    with Progress(10, "x", Console(file=file, width=80, force_terminal=True, color_system=None)) as bar:
         for step in range(1, 5):
             bar.step(metrics(step))
     assert b"step 4/10" in raw.getvalue()
@@ -165,7 +165,7 @@ def test_a_console_without_unicode_does_not_end_the_run() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_groups_that_teach_nothing_are_seen(clock: HandClock, terminal: bool, silent: float, words: str) -> None:
     target = console(120, terminal=terminal)
-    with Progress(9, 0, "quickstart", target) as bar:
+    with Progress(9, "quickstart", target) as bar:
         clock.now += 2
         bar.step(metrics(1, **{"reward/silent_groups": silent}))
     assert ("without signal" in text_of(target)) is bool(words)
@@ -180,7 +180,7 @@ def test_no_panel_where_nothing_can_be_drawn_over(env: dict[str, str], monkeypat
         monkeypatch.setenv(name, value)
     file = io.StringIO()
     file.isatty = lambda: env.get("TERM") == "dumb"  # type: ignore[method-assign]
-    with Progress(2, 0, "mine", Screen(file=file, width=80)) as progress:
+    with Progress(2, "mine", Screen(file=file, width=80)) as progress:
         assert not progress.live
         for _ in range(50):
             progress.tick()

@@ -94,7 +94,7 @@ def test_a_screen_shows_and_does_not_obey(make: Callable[[], object]) -> None:
 def test_the_panel_and_the_lines_of_a_run(live: bool) -> None:
     file = io.StringIO()
     screen = Screen(file=file, width=200, force_terminal=live)
-    with Progress(3, 0, HOSTILE, screen, live) as progress:
+    with Progress(3, HOSTILE, screen, live) as progress:
         progress.phase("rollout", HOSTILE)
         progress.message(HOSTILE)
         progress.warning(HOSTILE)
