@@ -44,8 +44,7 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
         return errors, warnings
     section = spec.role(DATA)
     make_with(own_path(section, spec_dir) or sys.executable, section.env)
-    found = _first_rows(spec, spec_dir) if isinstance(spec, RowsSpec) else []
-    found += _first_prompts(spec, spec_dir) if isinstance(spec, RlSpec) else []
+    found = _first_rows(spec, spec_dir)
     if not any(finding.refuses for finding in found):
         found += _held_out(_config(spec, spec_dir), spec.data_section)
     for finding in found:
@@ -113,19 +112,14 @@ def _similar_file(file: Path) -> str:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _first_prompts(spec: RlSpec, spec_dir: Path) -> list[Finding]:
-    """Look at the first rows, with the model's tokenizer and chat template where these are on this machine. Without
-    them, or where they are broken, which is reported of the model, rows are only parsed."""
-    data = spec.data
+def _first_rows(spec: Spec, spec_dir: Path) -> list[Finding]:
+    """Look at the first rows as a run makes them. Without a tokenizer, or with a broken one, which is reported of the
+    model, prompts are only parsed, and rows that are learned from are not looked at."""
+    config = _config(spec, spec_dir)
     with _codec_and_chats(spec, spec_dir) as (codec, chats):
-        return [*first_findings(_config(spec, spec_dir), codec, chats if data.chat != "never" else None)]
-
-
-def _first_rows(spec: RowsSpec, spec_dir: Path) -> list[Finding]:
-    """Look at the first rows as a run makes them; without a tokenizer, on which others report, not at all."""
-    with _codec_and_chats(spec, spec_dir) as (codec, chats):
-        fits = partial(check_rows_fit, spec=spec)
-        return [] if codec is None else [*row_findings(_config(spec, spec_dir), codec, chats, fits)]
+        if isinstance(spec, RlSpec):
+            return [*first_findings(config, codec, chats if spec.data.chat != "never" else None)]
+        return [] if codec is None else [*row_findings(config, codec, chats, partial(check_rows_fit, spec=spec))]
 
 
 def check_rows_fit(largest: int, spec: Spec) -> None:
