@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.models.expected import Expected, models_expected
+from rlctl.models.as_built_check import Expected
 from rlctl.models.paths import model_folder
-from rlctl.preflight.role_choices import role_attention
+from rlctl.preflight.expected import models_expected
 from rlctl.processes.launch import base_environment, path_for
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
@@ -64,7 +64,7 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan) -> ProbeFindings:
         for roles, child in zip(shares, children, strict=True):
             found |= _answers(child, roles, spec.run.start_timeout_s)
     replies = {role: _named(found[role], ids) for role in requests}
-    return ProbeFindings(replies, models_expected(spec, spec_dir, role_attention))
+    return ProbeFindings(replies, models_expected(spec, spec_dir))
 
 
 def _placed(asked: RoleRequest, folder: Path | None) -> RoleRequest:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.check.meta_build import ProbeFindings
-from rlctl.models.as_built_check import NAMES, compare, mesh_text
-from rlctl.models.expected import Expected
+from rlctl.models.as_built_check import NAMES, Expected, compare, mesh_text
 from rlctl.models.hardware import has_nvidia_driver
 from specs.errors import NotHere, Problem
 from specs.rules.all_rules import with_values

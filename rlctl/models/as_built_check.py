@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.models.expected import Expected
 from rlctl.models.paths import lineage
 from specs.errors import AsBuiltError, RunDirError
 from specs.json_file import read_object, write_object
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 
 
 Reports = Mapping[RoleName, Sequence[AsBuilt]]
+# Fields of `ModelBuilt` → the value that they must have (`rlctl/preflight/expected.py`). What is left out is not known
+# before the model is built.
+Expected = Mapping[str, Any]
 
 # Fields of `ModelBuilt` whose names say too little.
 NAMES = {"path": "model path", "attn_function": "attention function"}
 
 
 def differences(spec: Spec, reports: Reports, expected: Mapping[RoleName, Expected]) -> list[str]:
-    """Return every difference between what was built and what the spec asks for. Empty: all is well.
-
-    `expected`: what each role's model must be (`rlctl/models/expected.py`).
-    """
+    """Return every difference between what was built and what the spec asks for. Empty: all is well."""
     found: list[str] = []
 
     def expect(where: str, what: str, expected: object, actual: object) -> None:

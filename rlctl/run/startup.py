@@ -13,9 +13,8 @@ from rlctl.loop.residency import SLEEP_LEVEL, Residency, sleep_level
 from rlctl.loop.sync import PROBE_TOKENS, WeightSync, probe_tolerance
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
-from rlctl.models.expected import models_expected
 from rlctl.preflight.data_files import check_rows_fit
-from rlctl.preflight.role_choices import role_attention
+from rlctl.preflight.expected import models_expected
 from rlctl.processes.calls import answers_of
 from rlctl.processes.group import Group
 from rlctl.processes.groups import Groups
@@ -59,7 +58,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     level = sleep_level(sampling) if sampling is not None else SLEEP_LEVEL
     residency = Residency(plan.colocated, holders, level, devices)
     reports = _build(spec, groups, residency, bodies, progress)
-    expected = models_expected(spec, spec_dir, role_attention)
+    expected = models_expected(spec, spec_dir)
     as_built_check.check(spec, reports, expected)
     as_built_check.check_same_start(reports, run.starting_weights)
     as_built_check.write(reports, run.as_built, way)

@@ -16,7 +16,7 @@ USES: tuple[tuple[str, str, str], ...] = (
     (
         "rlctl/check/dry_run.py rlctl/loop/weight_transport.py rlctl/memory/memory_plan.py "
         "rlctl/memory/plan_command.py rlctl/memory/role_models.py rlctl/models/as_built_check.py "
-        "rlctl/models/expected.py rlctl/processes/role_configs.py rlctl/run/serve_command.py "
+        "rlctl/preflight/expected.py rlctl/processes/role_configs.py rlctl/run/serve_command.py "
         "workers/transports/__init__.py",
         LITERAL,
         "the word that says where a role computes; the driver asks no GPU",

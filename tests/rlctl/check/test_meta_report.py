@@ -10,8 +10,7 @@ from corpus import PROBED, Case, assert_problems, cases, write_case
 
 from rlctl.check.meta_build import ProbeFindings, requests_of
 from rlctl.check.meta_report import probe_problems
-from rlctl.models.expected import models_expected
-from rlctl.preflight.role_choices import role_attention
+from rlctl.preflight.expected import models_expected
 from specs.load.load import load_spec
 from specs.schema.roles import DATA, REWARD, ROLLOUT
 from workers.offline.build_on_meta import reply
@@ -27,7 +26,7 @@ def test_a_probe_gives_its_message(name: str, tmp_path: Path, monkeypatch: pytes
     spec = load_spec(write_case(case, tmp_path), case.get("override", []))
     asked = requests_of(spec, tmp_path)
     replies = {role: reply(role, asked[role]) for role in (DATA, REWARD, ROLLOUT)}
-    probe = ProbeFindings(replies, models_expected(spec, tmp_path, role_attention))
+    probe = ProbeFindings(replies, models_expected(spec, tmp_path))
     problems, warnings = probe_problems(spec, probe)
     assert_problems(case.get("probe", {}), problems)
     assert_problems(case.get("probe_warnings", {}), warnings)

@@ -8,7 +8,7 @@ import pytest
 from train_helpers import QWEN2
 
 from rlctl.models import as_built_check
-from rlctl.models.expected import models_expected
+from rlctl.preflight.expected import models_expected
 from rlctl.preflight.machine import checkpoint_bytes
 from specs.errors import AsBuiltError
 from specs.load.load import load_spec
@@ -152,7 +152,7 @@ def test_a_critic_is_expected_without_a_language_model_head(tmp_path, tied):
     config.parent.mkdir()
     config.write_text(json.dumps({**QWEN2, "tie_word_embeddings": tied}))
     spec = quickstart("algorithm.kind=ppo", f"model.path={config.parent}")
-    expected = models_expected(spec, tmp_path, lambda *_: None)
+    expected = models_expected(spec, tmp_path)
     actor, critic = expected["actor"], expected["critic"]
     width, vocabulary = QWEN2["hidden_size"], QWEN2["vocab_size"]
     assert (actor["tied_embeddings"], critic["tied_embeddings"]) == (tied, False)

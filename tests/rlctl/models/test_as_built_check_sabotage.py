@@ -20,8 +20,7 @@ from sabotage import SUPPORT
 import rlctl.run.train
 from rlctl.cli import main
 from rlctl.models import as_built_check
-from rlctl.models.expected import models_expected
-from rlctl.preflight.role_choices import role_attention
+from rlctl.preflight.expected import models_expected
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.processes.role_configs import build_bodies
@@ -50,7 +49,7 @@ class Started:
         return [AsBuilt.model_validate(answer.body) for answer in answers]
 
     def check(self, reports: dict[str, list[AsBuilt]]) -> None:
-        as_built_check.check(self.spec, reports, models_expected(self.spec, self.folder, role_attention))
+        as_built_check.check(self.spec, reports, models_expected(self.spec, self.folder))
 
     def refusal(self, role: str, sabotage: str) -> str:
         """What is said when `role` alone builds something else."""

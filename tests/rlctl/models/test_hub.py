@@ -15,8 +15,8 @@ from small_spec import raw_spec
 
 from rlctl.cli import main
 from rlctl.models import hub
-from rlctl.models.expected import models_expected
 from rlctl.models.paths import config_of
+from rlctl.preflight.expected import models_expected
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.role_choices import role_attention
 from specs.errors import Problem
@@ -60,7 +60,7 @@ def test_a_model_on_the_hub_is_read_once(the_hub: Hub, tmp_path: Path) -> None:
     decision = role_attention(spec, "actor", tmp_path)
     assert decision is not None
     assert decision.implementation == "sdpa"
-    assert models_expected(spec, tmp_path, role_attention)["actor"]["hidden_size"] == CONFIG["hidden_size"]
+    assert models_expected(spec, tmp_path)["actor"]["hidden_size"] == CONFIG["hidden_size"]
     assert config_of("org/good", tmp_path) == CONFIG
     assert len(the_hub.seen) == asked, "asked once in a process"
     assert not any(path.endswith("model.safetensors") for path, _ in the_hub.seen), "its name is enough"

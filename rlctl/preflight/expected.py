@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlctl.models.as_built_check import Expected
 from rlctl.models.hardware import gpu_capability
 from rlctl.models.model_tensors import tensors_of_config
 from rlctl.models.paths import config_of, resolve_model
+from rlctl.preflight.role_choices import role_attention
 from specs.attention import Decision
 from specs.model_facts import merged_config, model_facts
 from specs.model_shapes import SCORE_LAYER, ModelTensors
@@ -24,28 +26,18 @@ from specs.schema.role_section import Lora
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 
-Expected = Mapping[str, Any]
-"""Fields of `ModelBuilt` → the value that they must have. What is left out is not known before the model is built."""
+
+def models_expected(spec: Spec, spec_dir: Path) -> dict[RoleName, Expected]:
+    """Return what is expected of every role that holds a model. A hub id is looked up as in `model_folder`."""
+    return {role: _expected(spec, role, spec_dir) for role in spec.roles if ROLES[role].holds_model}
 
 
-def models_expected(
-    spec: Spec, spec_dir: Path, attention: Callable[[Spec, RoleName, Path], Decision | None]
-) -> dict[RoleName, Expected]:
-    """Return what is expected of every role that holds a model. A hub id is looked up as in `model_folder`.
-    `attention`: what decides a role's (`rlctl.preflight.role_choices.py`)."""
-    return {
-        role: _expected(spec, role, spec_dir, attention(spec, role, spec_dir))
-        for role in spec.roles
-        if ROLES[role].holds_model
-    }
-
-
-def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | None) -> Expected:
+def _expected(spec: Spec, role: RoleName, spec_dir: Path) -> Expected:
     section: Any = spec.role(role)
     expected: dict[str, Any] = {"path": str(resolve_model(spec.model_path(role), spec_dir)), "dtype": spec.dtype(role)}
     if (mesh := built_mesh(section)) is not None:
         expected["mesh"] = mesh
-    if decision is not None:
+    if (decision := role_attention(spec, role, spec_dir)) is not None:
         expected |= _attention(section, decision)
     kernels = kernels_of(spec, role)
     if kernels is not None and (kernels.asked != "auto" or kernels.implementation == OWN_MODULES):
