@@ -123,13 +123,10 @@ class Plan:
         return next(plan for plan in self.roles if plan.role == name)
 
 
-def make_plan(
-    spec: Spec, spec_dir: Path, *, cores: int | None = None, address: str = "", names: Sequence[str] = ()
-) -> Plan:
-    """Plan a run of `spec`, whose relative paths start at `spec_dir`, on hosts with `cores` CPU cores each (unset: as
-    many as this process may use). `address` is this host's for other hosts, `names` are those of all; unset: they are
-    known when the run starts."""
-    usable = cores or usable_cores()
+def make_plan(spec: Spec, spec_dir: Path, *, address: str = "", names: Sequence[str] = ()) -> Plan:
+    """Plan a run of `spec`, whose relative paths start at `spec_dir`, on hosts with as many CPU cores each as this
+    process may use. `address` is this host's for other hosts, `names` are those of all; unset: they are known when the
+    run starts."""
     several = any(spec.role(name).leaves_host for name in spec.roles)
     beyond = (address or UNKNOWN_ADDRESS) if several else ""
     ahead = isinstance(spec, RlSpec) and spec.rollout.max_staleness > 0
@@ -142,7 +139,7 @@ def make_plan(
             raise SpecError([Problem("sync.transport", message, 'write "shm" or "auto"', f"cuda_ipc on {parts[0]}")])
         for_transport = _without_expandable_segments()
     port = (spec.cluster or ClusterSection()).port
-    planner = _Planner(spec_dir, usable, port, beyond, names, at_once, for_transport)
+    planner = _Planner(spec_dir, usable_cores(), port, beyond, names, at_once, for_transport)
     return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), spec.colocated, beyond)
 
 

@@ -21,7 +21,10 @@ from specs.schema.recipes import RlSpec
 
 def plan(cores: int = 8, *, names: Sequence[str] = (), address: str = "", **sections: Any) -> Plan:
     spec = RlSpec.model_validate(raw_spec(**sections))
-    return make_plan(spec, Path("/specs"), cores=cores, names=names, address=address)
+    with pytest.MonkeyPatch.context() as patch:
+        if cores:
+            patch.setenv("RLCTL_CPU_CORES", str(cores))
+        return make_plan(spec, Path("/specs"), names=names, address=address)
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ def test_every_question_about_roles_has_its_answer(spec_path: Path, tmp_path: Pa
     spec = load_spec(spec_path, ["coach.engine.kind=fake", "coach.threads=1"])
     assert spec.roles == ("data", "reward", "rollout", "actor", "coach")
     assert roles.build_waves(spec.roles) == [["data", "reward", "rollout"], ["actor", "coach"]]
-    plan = make_plan(spec, tmp_path, cores=4)
+    plan = make_plan(spec, tmp_path)
     assert plan.role("coach").command[-2:] == ("--module", "toy_learner:handlers")
     assert described(spec, plan, tmp_path)["coach"]["engine"] == "fake"
     assert differences(spec.resolved(), load_spec(spec_path, ["coach.optimizer.lr=1.0"]).resolved())[0] == [

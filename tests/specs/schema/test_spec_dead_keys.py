@@ -246,7 +246,7 @@ def in_effect(raw: dict[str, Any], place: str, table: type[Table]) -> Any:
 def observed(spec: RlSpec, folder: Path) -> dict[str, Any]:
     """Everything that a spec decides before a run starts, and what the driver derives from it."""
     run_dir = folder / spec.run.dir / spec.run.name
-    plan = make_plan(spec, folder, cores=4)
+    plan = make_plan(spec, folder)
     return {
         "plan": asdict(plan),
         "build": dict(build_bodies(spec, folder, run_dir)),
