@@ -163,6 +163,7 @@ class RankStates:
 
     def await_host(self, place: Place) -> None:
         """Note that a rank that was dropped with its host comes again, once there is another."""
+        self._to_drop.discard(place)
         self._states[place] = RankState.LATE
 
     def newly_failed(self) -> list[Evidence]:

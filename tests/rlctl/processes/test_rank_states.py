@@ -157,3 +157,18 @@ def test_restarts_are_counted_and_run_out() -> None:
     assert not ranks.fail(ENDED)
     assert ranks.remark("rollout") == " (rollout ranks were started again 2 times before; rollout.max_restarts = 3)"
     assert ranks.remark("actor") == ""
+
+
+def test_a_rank_on_another_host_is_started_again_like_any_other() -> None:
+    """Also where it was dropped with its host before."""
+    ranks = ranks_that_run(RestartPolicy("rollout", 3, least=1))
+    ranks.fail(Evidence(*RANK, Cause.ENDED, "", host_lost=True))
+    ranks.newly_failed()
+    assert ranks[RANK] is S.DROPPED
+    ranks.await_host(RANK)
+    with ranks.building("rollout", [1], S.JOINING):
+        pass
+    ranks.fail(ENDED)
+    assert ranks.restarts_used("rollout") == 1
+    ranks.newly_failed()
+    assert ranks[RANK] is S.FAILED
