@@ -42,7 +42,7 @@ def read_foreign(path: Path) -> tuple[str, dict[str, Any]]:
         raise UsageError(f"--from {path}: it is a spec of rlctl already", hint=hint)
     for name, source in translation_table("sources").items():
         marked = [key for key in given for mark in source.get("marks", "").split() if f"{key}.".startswith(f"{mark}.")]
-        if given and (name in calls or (marked and not calls)):
+        if any(not key.startswith("**") for key in given) and (name in calls or (marked and not calls)):
             return name, given
     raise UsageError(f"--from {path}: no settings of TRL, verl or prime-rl in it", hint=_READS)
 
@@ -106,7 +106,7 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
             assigned.setdefault(node.targets[0].id, node.value)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func).rpartition(".")[2]
-        named = {key.arg: _value(key.value, known) for key in call.keywords if key.arg}
+        named = _keywords(call, known)
         placed = [_value(one, known) for one in call.args]
         if name == "map" and (placed or named):
             given["dataset_map"] = Code(ast.unparse(call))
@@ -136,7 +136,7 @@ def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any],
     for inner in ast.walk(node):
         match inner:
             case ast.Call(func=function) if ast.unparse(function).rpartition(".")[2] == "load_dataset":
-                named = {key.arg: _value(key.value, known) for key in inner.keywords}
+                named = _keywords(inner, known)
                 placed = [_value(one, known) for one in inner.args]
                 split = split or named.get("split", "train")
                 if "data_files" in named:
@@ -161,6 +161,15 @@ def _loaded(node: ast.AST, assigned: dict[str, ast.expr], known: dict[str, Any],
     return ()
 
 
+def _keywords(call: ast.Call, known: dict[str, Any]) -> dict[str, Any]:
+    """Return what a call gives by name, also in a `**` of a dict that the script writes out; of others the code."""
+    named: dict[str, Any] = {}
+    for key in call.keywords:
+        value = _value(key.value, known)
+        named |= {key.arg: value} if key.arg else value if isinstance(value, dict) else {f"**{value}": value}
+    return named
+
+
 def _value(node: ast.expr, known: dict[str, Any]) -> Any:
     """Return a literal, a sum or product of them, or what a name was given; else the code."""
     match node:
@@ -174,8 +183,8 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
             return [_value(one, known) for one in node.elts]
         case ast.Dict() if all(isinstance(key, ast.Constant) for key in node.keys):
             return {str(key.value): _value(one, known) for key, one in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
-        case ast.Call(func=ast.Name("dict"), args=[]) if all(key.arg for key in node.keywords):
-            return {str(key.arg): _value(key.value, known) for key in node.keywords}
+        case ast.Call(func=ast.Name("dict"), args=[]):
+            return _keywords(node, known)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
         case ast.BinOp(op=ast.Mult() | ast.Add()):

@@ -87,3 +87,10 @@ def test_the_command_writes_the_spec_and_says_what_became_of_each_key(
     assert main(["init", "--from", "sft.py", "sft.py", "--force"]) == 2
     assert main(["init", "--from", "sft.py", "--preset", "sft-cpu"]) == 2
     assert Path("sft.py").read_text().startswith("SFTConfig")
+
+
+def test_keywords_of_a_dict_that_a_script_writes_out_are_settings(tmp_path: Path) -> None:
+    script = tmp_path / "grpo.py"
+    script.write_text("shared = dict(beta=0.04)\nGRPOConfig(**shared, **{'epsilon': 0.3}, num_generations=8, **others)")
+    _, given = read_foreign(script)
+    assert given == {"beta": 0.04, "epsilon": 0.3, "num_generations": 8, "**others": "others"}
