@@ -119,7 +119,8 @@ class Gateway:
         if key and key not in self._open and self._stranger and len(self._open) < CONNECTIONS:
             self._open[key] = self._stranger()
         if (episode := self._open.get(key)) is None:
-            return _refusal(wire, 401, "the key opens no episode, or one that is over")
+            over, none = "the key opens no episode, or one that is over", "no key: send Authorization: Bearer KEY"
+            return _refusal(wire, 401, over if key else none)
         listed, _, named = path.partition("/")
         if listed == "models" and request.method == "GET":  # every name is taken
             only = {"id": named or MODEL_NAME, "object": "model", "created": 0, "owned_by": "rlctl", "type": "model"}

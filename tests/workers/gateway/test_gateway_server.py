@@ -205,6 +205,7 @@ async def test_keys_and_paths() -> None:
         for header in ("x" * 32, served.key[:-1], "é"):
             status, text = await post(served, ASKED, headers={"x-api-key": header})
             assert (status, served.key in text) == (401, False)
+        assert "send Authorization: Bearer" in (await post(served, ASKED, headers={}, url=f"{base}/v1/models"))[1]
         for path in ("x", "chat", "chat/completions/x", "../s", "models/../../etc"):
             assert (await post(served, ASKED, url=f"{served.openai}/{path}"))[0] == 404, path
         assert content(await post(served, ASKED, url=f"{served.openai}/chat/completions", headers={})) == "one"
