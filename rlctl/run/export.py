@@ -244,8 +244,8 @@ def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
     result = read_or_empty(answer)  # without room for a word it is empty
     if "proof" in result:
         return dict(result["proof"])
-    if "error" in result:
-        raise ExportError(result["error"], hint=result["hint"] or "nothing was exported")
+    if answer.is_file():
+        raise ExportError(result.get("error", "the disk is full"), hint=result.get("hint") or "nothing was exported")
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
     raise ExportError(f"the export process ended with code {process.returncode}:\n{tail}", hint="nothing was exported")
 

@@ -139,6 +139,14 @@ def test_a_full_disk_is_told_and_makes_room_for_the_telling(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+def test_a_disk_without_room_for_a_word_is_full(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n: >{tmp_path}/answer.json\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(ExportError, match="the disk is full"):
+        _run(str(python), tmp_path, print)
+
+
 def test_getting_nowhere_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr("rlctl.run.export.STALL_S", 0.5)
     (tmp_path / "progress.json").write_text('{"what": "writing", "done": 1000000000, "total": 4000000000}')
