@@ -53,7 +53,7 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     made = Translation(recipe, name, {"run.recipe": source["recipe"], **source["set"]})
     defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, dict.fromkeys(given, True))}
     unlimited = {key: None for key in given if given[key] is None and _last(key) in source["defaults"]}
-    given = {key: _plain(value) for key, value in {**given, **defaults}.items() if value not in (None, {})}
+    given = {key: _plain(value) for key, value in {**defaults, **given}.items() if value not in (None, {})}
     for key in [key for key, value in given.items() if (_last(key), value) == ("max_steps", -1)]:
         made.dropped[key] = (f"{key} = {given.pop(key)}", "epochs are counted")
     used: set[str] = set()  # their keys in formulas

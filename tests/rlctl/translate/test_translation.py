@@ -487,3 +487,7 @@ def test_the_table_sets_keys_that_exist() -> None:
         assert {*source["set"], *source.get("notes", {}), *source.get("unset", {})} <= keys_of(
             RECIPES[source["recipe"]]
         )
+
+
+def test_a_default_of_theirs_gives_way_to_what_its_older_name_was_given() -> None:
+    assert translate("SFTConfig", {"max_seq_length": 2048}, "x").values["data.max_tokens"] == 2048
