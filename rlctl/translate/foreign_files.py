@@ -120,6 +120,11 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
             named |= {"reward_funcs": placed[1]} if name in ("GRPOTrainer", "RLOOTrainer") and placed[1:] else {}
             given |= {key: value for key, value in named.items() if key not in _NO_SETTINGS}
             given |= {"model_name_or_path": model} if model is not None else {}
+    for node in ast.walk(tree):
+        match node:  # `args.beta = 0.1` after `args = GRPOConfig(…)`
+            case ast.Assign([ast.Attribute(ast.Name(name), key)], value) if name in assigned:
+                made = ast.unparse(assigned[name]).partition("(")[0].rpartition(".")[2]
+                given |= {key: _value(value, known)} if re.fullmatch(r"\w*(Config|Arguments)", made) else {}
     by_name = "train_dataset" in sources
     train = _loaded(sources["train_dataset"], assigned, known) if by_name else _loaded(tree, {}, known)
     given |= dict(zip(("dataset_name", "dataset_config", "dataset_train_split"), train, strict=False))

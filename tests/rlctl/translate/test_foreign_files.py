@@ -94,3 +94,11 @@ def test_keywords_of_a_dict_that_a_script_writes_out_are_settings(tmp_path: Path
     script.write_text("shared = dict(beta=0.04)\nGRPOConfig(**shared, **{'epsilon': 0.3}, num_generations=8, **others)")
     _, given = read_foreign(script)
     assert given == {"beta": 0.04, "epsilon": 0.3, "num_generations": 8, "**others": "others"}
+
+
+def test_what_a_script_sets_on_its_arguments_later_counts(tmp_path: Path) -> None:
+    script = tmp_path / "grpo.py"
+    script.write_text(
+        "args = GRPOConfig(beta=0.1)\nargs.beta = 0.2\ntrainer = GRPOTrainer('m', args=args)\ntrainer.x = 3"
+    )
+    assert read_foreign(script)[1] == {"beta": 0.2, "model_name_or_path": "m"}
