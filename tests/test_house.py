@@ -51,27 +51,27 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_338,
+        6_322,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
-    "schema": (5_137, 4_300, ("specs/schema",)),
+    "schema": (5_141, 4_300, ("specs/schema",)),
     "memory": (1_110, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_686, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_458, 2_000, ("rlctl/show",)),
-    "run": (3_211, 2_200, ("rlctl/run",)),
+    "processes": (4_649, 3_500, ("rlctl/processes", "workers/*.py")),
+    "show": (2_450, 2_000, ("rlctl/show",)),
+    "run": (3_210, 2_200, ("rlctl/run",)),
     "grading": (1_615, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        4_016,
+        4_015,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_401, 15_000, ("backends",)),
-    "four packages": (60_250, 50_000, WINGS),
+    "engines, packing, weights": (16_398, 15_000, ("backends",)),
+    "four packages": (60_211, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (47_962, 38_000, ("tests",)),
-    "docs": (3_928, 3_500, ("docs",)),
+    "tests with their cases": (47_658, 38_000, ("tests",)),
+    "docs": (3_925, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
