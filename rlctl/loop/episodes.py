@@ -110,18 +110,19 @@ class TurnRelay:
         step: int,
         start: Callable[[Batch], None],
         counts: Counter[str],
+        forgotten: dict[int, list[int]],
         *,
         in_order: bool,
     ) -> None:
-        """`start` begins the episodes of some prompts. `counts` gets the engines' PREFIX_COUNTS."""
+        """`start` begins the episodes of some prompts. `counts` gets the engines' PREFIX_COUNTS. `forgotten`: by
+        replica, ids of which nothing more will come, also those that earlier batches left."""
         self.rollout, self.reward, self.sampling, self.step, self.in_order = rollout, reward, sampling, step, in_order
         self.drawing: dict[int, Batch] = {}  # by id: what it was sent out with
         self.stranded: list[Batch] = []  # turns that no replica could draw
-        self._start, self.counts = start, counts
+        self._start, self.counts, self._forgotten = start, counts, forgotten
         self._home_of: dict[int, int] = {}  # by rollout: the rank that runs it
         self._cohort_of: dict[int, Cohort] = {}  # by rollout
         self._lines: list[Line] = []
-        self._forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: ids of which nothing more will come
 
     def begin(self, prompts: Batch, processes: int) -> None:
         """Begin episodes, at once, or cohort by cohort. `processes`: how many can be open, wherever they run: all of a
@@ -271,8 +272,8 @@ class EpisodeGeneration(Generation):
 
     def _begin(self, prompts: Batch) -> None:
         sampler = self._sampler
-        groups, counts = (sampler.rollout, sampler.reward), sampler.prefix_counts[self._what]
-        self.relay = TurnRelay(*groups, self._sampling, self.step, self._start, counts, in_order=self._in_order)
+        groups, kept = (sampler.rollout, sampler.reward), (sampler.prefix_counts[self._what], sampler.forgotten)
+        self.relay = TurnRelay(*groups, self._sampling, self.step, self._start, *kept, in_order=self._in_order)
         self.relay.begin(prompts, min(one.processes for one in sampler.spec.environments))
 
     def _start(self, prompts: Batch) -> None:

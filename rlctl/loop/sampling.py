@@ -91,6 +91,7 @@ class Sampler:
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.graders = Graders(reward)
         self.prefix_counts: dict[What, Counter[str]] = defaultdict(Counter)
+        self.forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: samples that it may drop (`TurnRelay`)
         self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start
         self.judged = any(term.graded_by == "judge" for term in spec.reward_terms)
         self.clock, self.sync, self.grading = clock, sync, grading

@@ -4,7 +4,7 @@ together, who waits for whom, and what a lost replica or rank leaves behind."""
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,7 @@ class Posted:
     rank: int
     on_part: Any
     on_done: Any
+    body: Any = None
 
     def answer(self, ids: list[int]) -> None:
         """Send what was drawn for some of them."""
@@ -73,7 +74,7 @@ class Ranks:
         return [rank for rank in self.here if rank not in self.lost]
 
     def post(self, verb: Verb, body: Any = None, *, tensors: Any, ranks: list[int], **more: Any) -> None:
-        call = Posted(verb, Batch(dict(tensors)), ranks[0], more.get("on_part"), more.get("on_done"))
+        call = Posted(verb, Batch(dict(tensors)), ranks[0], more.get("on_part"), more.get("on_done"), body)
         if call.rank in self.lost:
             call.end(lost=True)
         else:
@@ -81,7 +82,8 @@ class Ranks:
 
 
 def relay_of(rollout: Ranks, *, in_order: bool, start: Any = lambda prompts: None) -> TurnRelay:
-    return TurnRelay(rollout, Ranks(1), SAMPLING, 1, start, Counter(), in_order=in_order)  # type: ignore[arg-type]
+    forgotten: dict[int, list[int]] = defaultdict(list)
+    return TurnRelay(rollout, Ranks(1), SAMPLING, 1, start, Counter(), forgotten, in_order=in_order)  # type: ignore[arg-type]
 
 
 def play(turns: list[int], replicas: int, processes: int, seed: int, at_once: int = 1) -> list[tuple[int, list[int]]]:
@@ -188,16 +190,33 @@ def test_turns_wait_for_a_replica_where_there_is_none(in_order: bool) -> None:
     assert sorted(relay.drawing) == [0, 1]
 
 
+def sampler_of(rollout: Ranks, reward: Ranks, *, in_order: bool) -> SimpleNamespace:
+    spec = SimpleNamespace(rollout=SimpleNamespace(in_order=in_order), environments=[SimpleNamespace(processes=64)])
+    kept = {"episodes": deque(), "prefix_counts": {"train": Counter()}, "forgotten": defaultdict(list)}
+    return SimpleNamespace(spec=spec, rollout=rollout, reward=reward, **kept)
+
+
+def generation_of(sampler: SimpleNamespace, rollouts: list[int]) -> EpisodeGeneration:
+    rows = {str(row): Row(where="", prompt="", values={}) for row in range(4)}
+    what = PromptBatch(turns_of(rollouts), rows), SAMPLING, 1, "train", 0, lambda arrived, total: None
+    return EpisodeGeneration(sampler, *what)  # type: ignore[arg-type]
+
+
+def test_what_a_batch_kept_to_its_end_is_dropped_with_the_turns_of_the_next() -> None:
+    rollout = Ranks(1)
+    sampler = sampler_of(rollout, Ranks(1), in_order=False)
+    before, after = generation_of(sampler, [0, 1]), generation_of(sampler, [2, 3])
+    before.start()
+    before.relay.forget([0, 1])
+    after.start()
+    after.relay.ask(turns_of([2, 3]), 0)
+    assert rollout.posted[-1].body.forget == [0, 1]
+
+
 def test_the_others_do_not_wait_for_the_episodes_of_a_lost_rank() -> None:
     """Two ranks of the reward role run the episodes of one cohort; one is lost. What it ran begins again at the end."""
     rollout, reward = Ranks(1), Ranks(2)
-    section = SimpleNamespace(processes=64)
-    spec, counts = SimpleNamespace(rollout=SimpleNamespace(in_order=True), environments=[section]), {"train": Counter()}
-    sampler = SimpleNamespace(spec=spec, rollout=rollout, reward=reward, episodes=deque(), prefix_counts=counts)
-    prompts = PromptBatch(
-        turns_of([0, 1, 2, 3, 4, 5, 6, 7]), {str(row): Row(where="", prompt="", values={}) for row in range(4)}
-    )
-    generation = EpisodeGeneration(sampler, prompts, SAMPLING, 1, "train", 0, lambda arrived, total: None)  # type: ignore[arg-type]
+    generation = generation_of(sampler_of(rollout, reward, in_order=True), [0, 1, 2, 3, 4, 5, 6, 7])
     generation.start()
     begun = {call.rank: [] for call in reward.posted}
     for call in reward.posted:
