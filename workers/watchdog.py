@@ -20,6 +20,7 @@ _PR_SET_NAME = 15
 _POLL_S = 0.5
 _LOOKS = 2  # that must find nothing before nothing is there
 _CLEANING_S = 3.0  # time for processes that clean up after the others
+_CLEANERS = (b"multiprocessing.resource_tracker", b"workers.environments.zygote")
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -58,8 +59,8 @@ def kill_marked(variable: str, timeout_s: float) -> list[int]:
     """SIGKILL every process that `pids_marked` finds until two looks find none; returns those that did not end.
 
     A process that ends loses its environment, and with it the mark, before it lets go of files, locks and ports: that
-    is waited for too. Python's resource trackers are killed last, after a delay: they remove shared memory that others
-    left, and end when those have.
+    is waited for too. Resource trackers and zygotes are killed last, after a delay: they remove shared memory
+    and folders that others left, and end when those have.
     """
     now = time.monotonic()
     deadline, cleaned = now + timeout_s, now + min(_CLEANING_S, timeout_s)
@@ -71,7 +72,7 @@ def kill_marked(variable: str, timeout_s: float) -> list[int]:
         looks_left = _LOOKS if left else looks_left - 1
         if not looks_left or (left and time.monotonic() > deadline):
             return left
-        others = [pid for pid in marked if b"multiprocessing.resource_tracker" not in _of_process(pid, "cmdline")]
+        others = [pid for pid in marked if not any(name in _of_process(pid, "cmdline") for name in _CLEANERS)]
         for pid in marked if time.monotonic() > cleaned else others:
             _kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -23,6 +23,7 @@ from specs.errors import RewardError
 from specs.schema.environment import EnvironmentSection
 from workers.environments.environment_process import EnvironmentLost as EnvironmentLost
 from workers.environments.environment_process import EnvironmentProcess, ZygoteHandle
+from workers.environments.harness import remove_folder
 from workers.grading.grader_process import KILL_WAIT_S, encode
 from workers.grading.reward_sources import read_sources
 from workers.watchdog import kill_marked
@@ -76,7 +77,9 @@ class EnvironmentPool:
         command = section.command.model_dump() if section.command else None
         setup = {"path": section.path, "tools": section.tools, "agent": section.loop, "base": base, "command": command}
         sources = read_sources(section.files, base) if sources is None else dict(sources)
-        self._hello = encode({"setup": setup, "sources": sources, "memory_MiB": section.memory_MiB})
+        self.folders = Path(tempfile.mkdtemp(prefix="rlctl-agents-")) if command else None
+        hello = {"setup": setup, "sources": sources, "memory_MiB": section.memory_MiB}
+        self._hello = encode({**hello, "folder": str(self.folders or "")})
         self.call_timeout_s, self.start_timeout_s, self.log_path = section.call_timeout_s, start_timeout_s, log_path
         self._servers = ", ".join(tool for tool in section.tools if tool not in section.files)
         self._python, self._env = python, {**env, _MARK: secrets.token_hex(8)}
@@ -85,7 +88,6 @@ class EnvironmentPool:
         self._zygote: ZygoteHandle | None = None
         self._zygote_lock = asyncio.Lock()
         self._idle: list[EnvironmentProcess] = []
-        self.folders = Path(tempfile.mkdtemp(prefix="rlctl-agents-")) if command else None
         self._numbers = itertools.count()
         self._closed = False
 
@@ -275,15 +277,3 @@ def _move(source: Path, place: Path) -> None:
         remove_folder(place)  # of an attempt that was begun before
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(source, place)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder, also what was made read-only in it."""
-    with suppress(OSError):
-        shutil.rmtree(folder)
-    if folder.exists():
-        for inner in (folder, *folder.rglob("*")):
-            if inner.is_dir() and not inner.is_symlink():
-                with suppress(OSError):
-                    inner.chmod(0o700)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -133,3 +133,15 @@ class HarnessRun:
     def _written(self, text: str) -> str:
         """Return a text with values in the place of names."""
         return _PLACE.sub(lambda found: str(self.values.get(found[1], found[0])).replace("\0", ""), text)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, also what was made read-only in it."""
+    with suppress(OSError):
+        shutil.rmtree(folder)
+    if folder.exists():
+        for inner in (folder, *folder.rglob("*")):
+            if inner.is_dir() and not inner.is_symlink():
+                with suppress(OSError):
+                    inner.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)

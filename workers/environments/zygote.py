@@ -3,7 +3,8 @@
 Its arguments are its parent's process and the descriptor of a socket of packets; its stdin holds what to load, as JSON.
 Its first packet is `{"ready": true}` or `{"error": ..., "hint": ...}`. Each packet that it gets, `{"fork": n}` with an
 end of a socket, forks a process that answers there, and `{"fork": n, "pid": p}` or `{"fork": n, "failed": text}` comes
-back; `{"ended": p, "status": s}` follows when that ends. What ended processes leave behind is killed.
+back; `{"ended": p, "status": s}` follows when that ends. What ended processes leave behind is killed. At its end, also
+where its parent was killed, the folder of their files goes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from specs.errors import RewardError
 from workers.environments.environment_child import Pipe, Session, children
+from workers.environments.harness import remove_folder
 from workers.environments.loaded import Loaded, load
 from workers.grading.child import die_with_parent, hide_streams, one_line
 from workers.grading.reward_sources import keep_sources
@@ -49,6 +52,8 @@ def main() -> None:
     end = zygote.serve()
     if end is not None:  # in a process that was forked
         Session(loaded, hello["setup"]["base"], Pipe(end), hello["memory_MiB"]).serve()
+    elif hello["folder"]:
+        remove_folder(Path(hello["folder"]))
 
 
 def _load(control: socket.socket, setup: dict[str, Any]) -> Loaded | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import secrets
 import subprocess
+import sys
 import tarfile
 import textwrap
 import zipfile
@@ -24,6 +27,7 @@ from workers.episodes import agent_episode
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.trajectory import Task, Trajectory
 from workers.gateway.gateway_server import Gateway
+from workers.watchdog import kill_marked
 
 AGENT = """
     import json, os, subprocess, sys, threading, time, urllib.request
@@ -238,6 +242,38 @@ def test_nothing_is_left_of_many(bench: Bench, how: str, limits: dict[str, Any])
     assert not bench.left
     assert not bench.pool.folders.exists()
     assert mine.num_fds() <= open_ + 2
+
+
+OWNER = """
+    import asyncio, sys
+    from pathlib import Path
+    from specs.schema.environment import EnvironmentSection
+    from workers.environments.environment_pool import EnvironmentPool
+
+    async def main():
+        section = EnvironmentSection(agent={"command": ["true"]})
+        pool = EnvironmentPool(section, ".", log_path=Path(sys.argv[1]))
+        await pool.start()
+        for number in range(2000):
+            (pool.folders / str(number)).mkdir()
+        print(pool.folders, flush=True)
+        await asyncio.sleep(600)
+
+    asyncio.run(main())
+"""
+
+
+def test_folders_go_also_where_their_owner_is_killed(tmp_path: Path) -> None:
+    """As at a Ctrl-C, when all that is left of a run is killed."""
+    mark = secrets.token_hex(8)
+    command, env = [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path / "log")], {"RLCTL_RUN_ID": mark}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}) as owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        assert len(list(folder.iterdir())) == 2000
+        owner.kill()
+    assert kill_marked(f"RLCTL_RUN_ID={mark}", 30) == []
+    assert not folder.exists()
 
 
 def test_working_directories(tmp_path: Path) -> None:
