@@ -31,7 +31,8 @@ def language_model_config(hf_config: PretrainedConfig, path: str) -> PretrainedC
             f"({text.model_type}) of {hf_config.model_type}",
             hint="name a model of another family (qwen3_5, gemma3, mistral3, llama4, … have one)",
         )
-    text.tie_word_embeddings = hf_config.tie_word_embeddings  # of the whole, which made the files
+    if "tie_word_embeddings" in PretrainedConfig.get_config_dict(path)[0]:  # else the whole's default may not be true
+        text.tie_word_embeddings = hf_config.tie_word_embeddings
     return text
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import COMPOSITES, FAMILIES
 from safetensors.torch import load_file, save_file
-from train_helpers import GPT2, QWEN2, model_config, write_model
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from train_helpers import GPT2, QWEN2, build_engine, model_config, train_config, write_model
+from transformers import CONFIG_MAPPING, Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedModel
 
 from backends.hf.attention_choice import choose, refuse_a_swap
 from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights
@@ -145,3 +146,15 @@ def test_the_function_really_called_is_read_from_every_layer(tmp_path: Path) -> 
 def test_a_family_whose_language_model_has_no_class_is_refused() -> None:
     with pytest.raises(ModelError, match="no class for the language model alone"):
         language_model_config(CONFIG_MAPPING["qwen2_vl"](), "qwen2_vl")
+
+
+def test_a_folder_that_says_nothing_of_ties_has_those_of_its_language_model(tmp_path: Path) -> None:
+    """Mistral Small 3.1 is published so; transformers' class of the whole ties where nothing is said."""
+    whole = Mistral3Config(**{**COMPOSITES["mistral3"], "tie_word_embeddings": False})
+    Mistral3ForConditionalGeneration(whole).save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    for part in (given, given["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    engine = build_engine(train_config(tmp_path, "fsdp2", model={"from_scratch": False}))
+    assert not engine.built().tied_embeddings
