@@ -14,6 +14,8 @@ STATE_KINDS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 LAYER_KINDS = (
     frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}) | STATE_KINDS
 )
+# What published configs of a language model that is a part leave out: Gemma 3 4B all of this, 27B the vocabulary.
+_OF_A_PART = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}}
 _STATE_KEYS = ("mamba_", "ssm_", "linear_conv_")  # of configs that list no kinds of layers
 
 
@@ -23,7 +25,7 @@ def merged_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         return config
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # the whole made the files
-    return {**config, **text, **tied}
+    return {**_OF_A_PART.get(str(text.get("model_type")), {}), **config, **text, **tied}
 
 
 def tokens_of_one_rope(config: Mapping[str, Any]) -> int:

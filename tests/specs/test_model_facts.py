@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specs.model_facts import positions_of
+from specs.model_facts import model_facts, positions_of
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -29,3 +29,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 )
 def test_positions(config: dict[str, Any], positions: int) -> None:
     assert positions_of(config) == positions
+
+
+def test_what_gemma_3_leaves_out_of_its_text_config_is_known() -> None:
+    """As the 4B model is published."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    facts = model_facts({"model_type": "gemma3", "text_config": text})
+    assert facts is not None
+    shape = facts.heads, facts.kv_heads, facts.head_dim, facts.vocab_size, facts.tied_embeddings
+    assert shape == (8, 4, 256, 262208, True)
