@@ -14,6 +14,8 @@ STATE_KINDS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 LAYER_KINDS = (
     frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}) | STATE_KINDS
 )
+_WITHOUT_CACHE = STATE_KINDS - {"hybrid"} | {"mlp", "moe"}
+_OF_NEMOTRON = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 # What published configs of a language model that is a part leave out: Gemma 3 4B all of this, 27B the vocabulary.
 _OF_A_PART = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}}
 _STATE_KEYS = ("mamba_", "ssm_", "linear_conv_")  # of configs that list no kinds of layers
@@ -100,6 +102,22 @@ class ModelFacts:
     cached_layers: int  # that keep keys and values
 
 
+def layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer, as a merged config lists them or as those of Nemotron-H, Qwen3-Next and LFM2 are
+    published; empty where nothing says it."""
+    if listed := config.get("layer_types") or config.get("layers_block_type"):
+        return [*map(str, listed)]
+    if pattern := config.get("hybrid_override_pattern"):
+        return [_OF_NEMOTRON.get(one, one) for one in pattern]
+    count = config.get("num_hidden_layers")
+    layers = range(count if isinstance(count, int) else 0)
+    if every := config.get("full_attention_interval"):
+        return ["linear_attention" if (number + 1) % every else "full_attention" for number in layers]
+    if (whole := config.get("full_attn_idxs")) is not None:
+        return ["full_attention" if number in whole else "conv" for number in layers]
+    return []
+
+
 def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     """Return the facts of a parsed `config.json` (of a multimodal model: of its text part). None where it names no
     heads, layers or width as Hugging Face decoders do."""
@@ -109,7 +127,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         found = next((merged[name] for name in names if isinstance(merged.get(name), int)), 0)
         return int(found)
 
-    kinds = [*map(str, merged.get("layer_types") or merged.get("layers_block_type") or ())]
+    kinds = layer_kinds(merged)
     layers = number("num_hidden_layers", "n_layer", "num_layers") or len(kinds)
     hidden = number("hidden_size", "n_embd", "d_model")
     heads = number("num_attention_heads", "n_head", "num_heads")
@@ -142,7 +160,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         attention_chunk=number("attention_chunk_size"),
         state_layers=with_state,
         state=_state_shape(merged, number),
-        cached_layers=layers - sum(kind in STATE_KINDS - {"hybrid"} for kind in kinds),
+        cached_layers=layers - sum(kind in _WITHOUT_CACHE for kind in kinds),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from specs.model_facts import ModelFacts, merged_config, mlp_width, model_facts
+from specs.model_facts import ModelFacts, layer_kinds, merged_config, mlp_width, model_facts
 
 _WHOLE, _WINDOWS = ("full_attention", "attention", "hybrid"), ("sliding_attention", "chunked_attention")
 # One layer in so many sees everything, where the config does not say which do.
@@ -75,8 +75,7 @@ class DecoderSize:
 
 def _layers(facts: ModelFacts, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return how many layers see everything, and how many a window."""
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    if isinstance(kinds, list | tuple):
+    if kinds := layer_kinds(config):
         windows = sum(kind in _WINDOWS for kind in kinds) if facts.sliding_window or facts.attention_chunk else 0
         seeing = sum(kind in (*_WHOLE, *_WINDOWS) for kind in kinds)
         return seeing - windows, windows

@@ -38,3 +38,22 @@ def test_what_gemma_3_leaves_out_of_its_text_config_is_known() -> None:
     assert facts is not None
     shape = facts.heads, facts.kv_heads, facts.head_dim, facts.vocab_size, facts.tied_embeddings
     assert shape == (8, 4, 256, 262208, True)
+
+
+LAYERS = {"hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "state", "cached"),
+    [
+        ({"num_hidden_layers": 48, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}, 36, 12),
+        ({"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3}, 10, 6),
+        ({"num_hidden_layers": 9, "hybrid_override_pattern": "M-M-M*-ME", "ssm_state_size": 8}, 4, 1),
+        ({"layers_block_type": ["mamba", "mlp", "attention", "moe"], "ssm_state_size": 8}, 1, 1),
+    ],
+)
+def test_layers_with_a_state_and_with_a_cache_are_told_apart(config: dict[str, Any], state: int, cached: int) -> None:
+    """As Qwen3-Next, LFM2 and Nemotron-H are published, and as transformers writes Nemotron-H."""
+    facts = model_facts({**LAYERS, **config})
+    assert facts is not None
+    assert (facts.state_layers, facts.cached_layers) == (state, cached)
