@@ -124,8 +124,9 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     merged = merged_config(config)
 
     def number(*names: str) -> int:
-        found = next((merged[name] for name in names if isinstance(merged.get(name), int)), 0)
-        return int(found)
+        given = (merged.get(name) for name in names)
+        given = (one[0] if isinstance(one, list) and one else one for one in given)  # each layer's own: Hunyuan
+        return next((int(one) for one in given if isinstance(one, int)), 0)
 
     kinds = layer_kinds(merged)
     layers = number("num_hidden_layers", "n_layer", "num_layers") or len(kinds)
@@ -192,8 +193,7 @@ def mlp_width(facts: ModelFacts, config: Mapping[str, Any]) -> int:
     """Return the width of the MLP that a token meets in a layer; in a mixture, of all experts that it visits."""
     if not facts.experts:
         return facts.intermediate_size or 4 * facts.hidden_size
-    inner = int(config.get("moe_intermediate_size") or facts.intermediate_size)
-    return inner * (facts.experts_per_token or 2) + int(config.get("shared_expert_intermediate_size") or 0)
+    return facts.expert_size * (facts.experts_per_token or 2) + int(config.get("shared_expert_intermediate_size") or 0)
 
 
 def positions_of(config: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ def shard_problems(spec: SamplingSpec, config: Mapping[str, Any]) -> Iterator[Pr
     facts, parts = model_facts(config), devices_of_a_process(spec.rollout)
     if facts is None or parts == 1:
         return
-    inner = int(config.get("moe_intermediate_size") or 0) if facts.experts else facts.intermediate_size
+    inner = facts.expert_size if facts.experts else facts.intermediate_size
     fitting = [n for n in sharing_degrees(facts.heads, facts.kv_heads) if inner % n == 0]
     if parts not in fitting:
         by_heads = not shares_out(facts.heads, facts.kv_heads, parts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specs.model_facts import model_facts, positions_of
+from specs.model_facts import mlp_width, model_facts, positions_of
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -57,3 +57,11 @@ def test_layers_with_a_state_and_with_a_cache_are_told_apart(config: dict[str, A
     facts = model_facts({**LAYERS, **config})
     assert facts is not None
     assert (facts.state_layers, facts.cached_layers) == (state, cached)
+
+
+def test_a_number_for_each_layer_is_that_of_the_first() -> None:
+    """As Hunyuan A13B is published."""
+    config = {**LAYERS, "num_hidden_layers": 2, "num_experts": 9, "moe_topk": [8, 8], "moe_intermediate_size": [32, 32]}
+    facts = model_facts(config)
+    assert facts is not None
+    assert (facts.experts_per_token, facts.expert_size, mlp_width(facts, config)) == (8, 32, 256)
