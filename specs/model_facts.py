@@ -151,7 +151,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         intermediate_size=number("intermediate_size", "n_inner"),
         vocab_size=number("vocab_size"),
         experts=number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-        experts_per_token=number("num_experts_per_tok", "moe_topk", "moe_k"),
+        experts_per_token=number("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
         expert_size=number("moe_intermediate_size", "intermediate_size"),
         latent_attention=number("kv_lora_rank") > 0,
         sliding_window=window if merged.get("use_sliding_window", True) else 0,

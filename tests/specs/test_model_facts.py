@@ -59,6 +59,14 @@ def test_layers_with_a_state_and_with_a_cache_are_told_apart(config: dict[str, A
     assert (facts.state_layers, facts.cached_layers) == (state, cached)
 
 
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "moe_k", "top_k_experts"])
+def test_experts_per_token_under_any_name(name: str) -> None:
+    """The last is Gemma 4's: without it no expert was counted in its FLOPs."""
+    facts = model_facts({**LAYERS, "num_hidden_layers": 2, "num_experts": 16, name: 8})
+    assert facts is not None
+    assert facts.experts_per_token == 8
+
+
 def test_a_number_for_each_layer_is_that_of_the_first() -> None:
     """As Hunyuan A13B is published."""
     config = {**LAYERS, "num_hidden_layers": 2, "num_experts": 9, "moe_topk": [8, 8], "moe_intermediate_size": [32, 32]}
