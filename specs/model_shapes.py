@@ -17,7 +17,7 @@ PART_NAMES = {
 }
 """How names of a language model's weights begin in a folder that holds more → how they do where it is alone."""
 
-_MIXTURE = re.compile(r"\.block_sparse_moe\.(gate|experts)\.")
+_MIXTURE = re.compile(r"\.block_sparse_moe\.(?=gate\.|experts\.|e_score)")
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def language_model_names(names: Collection[str]) -> dict[str, str]:
 
 
 def built_names(names: Collection[str]) -> dict[str, str]:
-    """Return the same, with routers and experts named as transformers builds them where Mixtral's files do not."""
-    return {name: _MIXTURE.sub(r".mlp.\1.", own) for name, own in language_model_names(names).items()}
+    """Return the same, with routers and experts named as transformers builds them, of Mixtral's and MiniMax's files."""
+    return {name: _MIXTURE.sub(".mlp.", own) for name, own in language_model_names(names).items()}
 
 
 def takes_adapters(layer: str, *, mixture: bool) -> bool:

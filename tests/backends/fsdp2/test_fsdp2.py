@@ -182,6 +182,15 @@ def test_the_engine_streams_when_it_can(family: str, tmp_path: Path, elements_re
     assert sum(elements_read) == engine.built().parameters
 
 
+def test_files_of_minimax_are_streamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Their bias that chooses experts has a name of its own too."""
+    own = {"model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 8}
+    folder = saved_model(tmp_path, {**FAMILIES["mixtral"].config, **own})
+    assert any("block_sparse_moe.e_score" in name for name in load_file(folder / "model.safetensors"))
+    engine_of(folder, model={"from_scratch": False})
+    assert "loaded on the host first" not in capfd.readouterr().err
+
+
 def test_names_that_transformers_converts_load_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """GPT-2 files from its authors lack the prefix that the model has."""
     folder = saved_model(tmp_path, GPT2)
