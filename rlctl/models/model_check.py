@@ -23,6 +23,8 @@ from specs.text import show
 
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"
 _CAUSAL = "name a causal language model (Qwen, Llama, Gemma, …)"
+# Models over images whose language model has no class of its own in transformers.
+_WHOLE_ONLY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
 
@@ -154,6 +156,8 @@ class ModelCheck:
         how = self.config.get("quantization_config") or self.config.get("compression_config")
         if self.config.get("is_encoder_decoder"):
             return f"{kind} is an encoder-decoder model; rlctl trains decoder-only models", _CAUSAL
+        if str(kind).startswith(_WHOLE_ONLY):
+            return f"transformers has no class for the language model alone of {kind}", _CAUSAL
         if isinstance(layers, list) and (unknown := sorted({*map(str, layers)} - LAYER_KINDS)):
             of_type = f"{kind} has layers of type {', '.join(unknown)}"
             return f"{of_type}; rlctl does not compute these on packed rows", _CAUSAL
