@@ -9,6 +9,7 @@ once on the host, and let go.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, count, takewhile
@@ -31,7 +32,11 @@ from specs.model_shapes import built_names
 from specs.wire.role_config import ModelConfig
 
 # A tensor of all experts of a layer → what the files hold of each expert, in its order of rows: usual names, Mixtral's.
-_OF_EXPERT = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+_OF_EXPERT = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 
 
 def aliases_of(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -136,7 +141,12 @@ class ModelFiles:
         return cls(config.path, [Path(file) for file in files])
 
     def join_experts(self, wanted: Iterable[str]) -> None:
-        """Have those of `wanted` that hold all experts of a layer, [experts, out, in], where files have each apart."""
+        """Have those of `wanted` that hold all experts of a layer, [experts, out, in], where files have each apart; of
+        Nemotron-H without the prefix that its files have."""
+        wanted = [*wanted]
+        if "model.embeddings.weight" in wanted:
+            self._holder = {re.sub(r"^backbone\.", "model.", name): where for name, where in self._holder.items()}
+            self.names = set(self._holder)
         for name in wanted:
             layer, _, last = name.rpartition(".")
             apart = name not in self._holder and layer.endswith(".experts")

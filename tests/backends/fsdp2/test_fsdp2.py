@@ -39,6 +39,11 @@ LOSS = grpo(kl_coef=0.1, entropy_coef=0.05)
 MODELS = {"qwen2": QWEN2, "gpt2": GPT2, "gemma2": GEMMA2}
 MODELS |= {"experts one by one": FAMILIES["qwen3_moe"].config, "names of Mixtral": FAMILIES["mixtral"].config}
 
+MINIMAX = {
+    **FAMILIES["mixtral"].config,
+    **{"model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 8},
+}
+
 
 def saved_model(folder: Path, config: dict[str, Any] = QWEN2, shard_bytes: str = "5GB") -> Path:
     """Weights on disk as transformers writes them."""
@@ -182,13 +187,24 @@ def test_the_engine_streams_when_it_can(family: str, tmp_path: Path, elements_re
     assert sum(elements_read) == engine.built().parameters
 
 
-def test_files_of_minimax_are_streamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Their bias that chooses experts has a name of its own too."""
-    own = {"model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 8}
-    folder = saved_model(tmp_path, {**FAMILIES["mixtral"].config, **own})
-    assert any("block_sparse_moe.e_score" in name for name in load_file(folder / "model.safetensors"))
-    engine_of(folder, model={"from_scratch": False})
+@pytest.mark.parametrize(
+    ("config", "own_name"),
+    [
+        (MINIMAX, "block_sparse_moe.e_score"),
+        (FAMILIES["nemotron_h"].config, "backbone.layers.3.mixer.experts.0.up_proj"),
+    ],
+)
+def test_files_with_names_of_their_own_are_streamed(
+    config: dict[str, Any], own_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved_model(tmp_path, config)
+    assert any(own_name in name for name in load_file(folder / "model.safetensors"))
+    engine = engine_of(folder, model={"from_scratch": False})
     assert "loaded on the host first" not in capfd.readouterr().err
+    assert (
+        engine.built().weights_checksum
+        == engine_of(folder, "ddp", model={"from_scratch": False}).built().weights_checksum
+    )
 
 
 def test_names_that_transformers_converts_load_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
