@@ -17,7 +17,14 @@ PART_NAMES = {
 }
 """How names of a language model's weights begin in a folder that holds more → how they do where it is alone."""
 
-_MIXTURE = re.compile(r"\.block_sparse_moe\.(?=gate\.|experts\.|e_score)")
+_MIXTURES = {
+    r"\.block_sparse_moe\.(?=gate\.|experts\.|e_score)": ".mlp.",  # Mixtral, MiniMax
+    r"(\.block_sparse_moe)\.input_linear\.weight$": r"\1.experts.gate_up_proj",  # Granite
+    r"(\.block_sparse_moe)\.output_linear\.weight$": r"\1.experts.down_proj",
+    r"(\.block_sparse_moe\.router)\.layer\.": r"\1.",
+    r"\.mlp\.moe_statics\.": ".mlp.gate.moe_statics.",  # Ernie
+}
+"""What files of mixtures call routers and experts → what transformers builds."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,11 @@ def language_model_names(names: Collection[str]) -> dict[str, str]:
 
 
 def built_names(names: Collection[str]) -> dict[str, str]:
-    """Return the same, with routers and experts named as transformers builds them, of Mixtral's and MiniMax's files."""
-    return {name: _MIXTURE.sub(".mlp.", own) for name, own in language_model_names(names).items()}
+    """Return the same, with routers and experts named as transformers builds them."""
+    built = language_model_names(names)
+    for pattern, own in _MIXTURES.items():
+        built = {name: re.sub(pattern, own, before) for name, before in built.items()}
+    return built
 
 
 def takes_adapters(layer: str, *, mixture: bool) -> bool:

@@ -43,6 +43,12 @@ MINIMAX = {
     **FAMILIES["mixtral"].config,
     **{"model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 8},
 }
+GRANITE = {**FAMILIES["granitemoehybrid"].config, "num_local_experts": 4, "num_experts_per_tok": 2}
+ERNIE = {
+    **FAMILIES["qwen2"].config,
+    **{"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]},
+    **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+}
 
 
 def saved_model(folder: Path, config: dict[str, Any] = QWEN2, shard_bytes: str = "5GB") -> Path:
@@ -191,6 +197,8 @@ def test_the_engine_streams_when_it_can(family: str, tmp_path: Path, elements_re
     ("config", "own_name"),
     [
         (MINIMAX, "block_sparse_moe.e_score"),
+        (GRANITE, "block_sparse_moe.input_linear"),
+        (ERNIE, "mlp.moe_statics"),
         (FAMILIES["nemotron_h"].config, "backbone.layers.3.mixer.experts.0.up_proj"),
     ],
 )
