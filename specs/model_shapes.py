@@ -24,7 +24,7 @@ _MIXTURES = {
     r"(\.block_sparse_moe\.router)\.layer\.": r"\1.",
     r"\.mlp\.moe_statics\.": ".mlp.gate.moe_statics.",  # Ernie
 }
-"""What files of mixtures call routers and experts → what transformers builds."""
+"""Names of routers and experts in files of mixtures → those that transformers builds."""
 
 
 @dataclass(frozen=True)

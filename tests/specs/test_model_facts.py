@@ -32,7 +32,7 @@ def test_positions(config: dict[str, Any], positions: int) -> None:
 
 
 def test_what_gemma_3_leaves_out_of_its_text_config_is_known() -> None:
-    """As the 4B model is published."""
+    """The 4B model is published so."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     facts = model_facts({"model_type": "gemma3", "text_config": text})
     assert facts is not None
@@ -53,7 +53,7 @@ LAYERS = {"hidden_size": 64, "num_attention_heads": 4}
     ],
 )
 def test_layers_with_a_state_and_with_a_cache_are_told_apart(config: dict[str, Any], state: int, cached: int) -> None:
-    """As Qwen3-Next, LFM2 and Nemotron-H are published, and as transformers writes Nemotron-H."""
+    """Qwen3-Next, LFM2 and Nemotron-H are published so, and transformers writes Nemotron-H with them."""
     facts = model_facts({**LAYERS, **config})
     assert facts is not None
     assert (facts.state_layers, facts.cached_layers) == (state, cached)
@@ -68,7 +68,7 @@ def test_experts_per_token_under_any_name(name: str) -> None:
 
 
 def test_a_number_for_each_layer_is_that_of_the_first() -> None:
-    """As Hunyuan A13B is published."""
+    """Hunyuan A13B is published so."""
     config = {**LAYERS, "num_hidden_layers": 2, "num_experts": 9, "moe_topk": [8, 8], "moe_intermediate_size": [32, 32]}
     facts = model_facts(config)
     assert facts is not None

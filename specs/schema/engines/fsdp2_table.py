@@ -90,10 +90,10 @@ class Fsdp2Table(OwnModules):
             message = f"{processes} processes cannot be shared out to {self.replicate} groups"
             hint = f"{role}.engine.replicate = {listed(divisors(processes))} would fit"
             return Problem(f"{role}.engine.replicate", message, hint, str(self.replicate))
-        replicate = self.mesh(processes).replicate
-        ranks = self.shard * replicate
-        message = f"shard × replicate = {self.shard} × {replicate} = {ranks}, but {role} has {processes} processes"
-        hint = f"{role}.processes = {ranks} would fit, or "
+        mesh = self.mesh(processes)
+        product = f"{mesh.shard} × {mesh.replicate} = {mesh.ranks}"
+        message = f"shard × replicate = {product}, but {role} has {processes} processes"
+        hint = f"{role}.processes = {mesh.ranks} would fit, or "
         if processes % self.shard == 0:
             hint += f"{role}.engine.replicate = {processes // self.shard}"
         else:

@@ -264,7 +264,7 @@ OWNER = """
 
 
 def test_folders_go_also_where_their_owner_is_killed(tmp_path: Path) -> None:
-    """As at a Ctrl-C, when all that is left of a run is killed."""
+    """All that is left of a run is killed so at a Ctrl-C."""
     mark = secrets.token_hex(8)
     command, env = [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path / "log")], {"RLCTL_RUN_ID": mark}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}) as owner:
