@@ -25,6 +25,13 @@ _REPAIR = "config.json is not the one that the model was trained with: copy it a
 _CAUSAL = "name a causal language model (Qwen, Llama, Gemma, …)"
 # Models over images whose language model has no class of its own in transformers.
 _WHOLE_ONLY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# Methods that models are published with → transformers' config that can undo them. Without `save_original_format=False`
+# it saves the copy under the names of quantized weights.
+_DEQUANTIZES = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+_COPY = (
+    "transformers.AutoModelForCausalLM.from_pretrained('{path}', quantization_config="
+    "transformers.{own}(dequantize=True)).save_pretrained('bf16', save_original_format=False)"
+)
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
 
@@ -168,6 +175,8 @@ class ModelCheck:
             learns = "they can be neither trained nor synced"
             why = learns if self._learns else "its log-probs would not be the model's own"
             hint = "name the model that it was made from, in bf16 or fp32"
+            if own := _DEQUANTIZES.get(method):
+                hint += f", or a copy: {_COPY.format(own=own, path=self.path)}"
             return f"its weights are quantized ({method or 'quantization_config'}): {why}", hint
         return None
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import transformers
+from safetensors.torch import load_file, save_file
+from small_spec import raw_spec
+from stock_model import write_family
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.initialization import no_init_weights
 
+from rlctl.models.model_check import ModelCheck
 from rlctl.models.model_tensors import tensors_of_config, tensors_on_disk
+from specs.load.load import spec_from
 
 
 def shape(
@@ -103,3 +111,39 @@ def test_a_family_that_is_not_known_is_read_from_its_files(tmp_path: Path) -> No
     assert known is not None
     assert known.elements == sum(p.numel() for p in model.parameters())
     assert {p.layer for p in known.parameters} == {None, 0, 1, 2}
+
+
+def quantize(tensors: dict[str, Tensor], method: str) -> dict[str, Tensor]:
+    """Give weights of linear layers, or of experts, the form in which they are published, with drawn values."""
+    kept = dict(tensors)
+    for name, weight in tensors.items():
+        if method == "fp8" and name.endswith("proj.weight"):
+            scales = torch.ones(-(-weight.shape[0] // 8), -(-weight.shape[1] // 8))
+            kept |= {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+        elif method == "mxfp4" and name.endswith("experts.gate_up_proj"):
+            experts, into, out = kept.pop(name).shape
+            blocks = experts, out, into // 32
+            kept[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), dtype=torch.uint8)
+            kept[f"{name}_scales"] = torch.full(blocks, 120, dtype=torch.uint8)
+    return kept
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "fp8"), ("gpt_oss", "mxfp4")])
+def test_the_copy_of_a_quantized_model_that_the_hint_writes_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_family(tmp_path / "model", family)
+    weights, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    save_file(quantize(load_file(weights), method), weights, metadata={"format": "pt"})
+    config["quantization_config"] = {"quant_method": method, "weight_block_size": [8, 8]}
+    (folder / "config.json").write_text(json.dumps(config))
+    keys = [f"model.path={folder}", "model.from_scratch=false"]
+    (problem,) = ModelCheck(spec_from(raw_spec(), keys), "actor", tmp_path).problems
+    assert f"its weights are quantized ({method})" in problem.message
+    assert problem.hint is not None
+    exec(problem.hint.partition("or a copy: ")[2], {"transformers": transformers})
+    for path in folder.glob("tokenizer*"):
+        shutil.copy(path, "bf16")
+    assert not ModelCheck(spec_from(raw_spec(), [f"model.path={tmp_path}/bf16", keys[1]]), "actor", tmp_path).problems
+    assert {tensor.dtype for tensor in load_file("bf16/model.safetensors").values()} == {torch.float32}
