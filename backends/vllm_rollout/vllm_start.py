@@ -141,6 +141,8 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
         "enable_prefix_caching": table.prefix_caching and not (on_cpu and model.carries_state),
         "enforce_eager": on_cpu if table.enforce_eager is None else table.enforce_eager,
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
+        # After a part of a prompt vLLM turns a sample's generator back, and torch's for the CPU cannot be.
+        "enable_chunked_prefill": not on_cpu,
         # Triton computes a mixture's experts from the layout that the loader writes; others shuffle it at the start.
         "moe_backend": "auto" if on_cpu else "triton",
         "logprobs_mode": "processed_logprobs",

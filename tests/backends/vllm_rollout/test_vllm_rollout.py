@@ -15,7 +15,7 @@ import torch
 from families import FAMILIES
 from numpy.typing import NDArray
 from optional import needs_vllm
-from rollout_helpers import answer, give_weights, make_prompts, rollout_config
+from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, shared_folder
 
@@ -107,6 +107,19 @@ def test_greedy_takes_the_likeliest_and_reports_its_plain_logprob(engine: Remote
         scores = reference.logits(sequence)[len(prompt) - 1 : -1].log_softmax(-1)
         assert tokens == scores.argmax(-1).tolist()
         np.testing.assert_allclose(logprobs, scores.max(-1).values.numpy(), atol=EXACT)
+
+
+def test_prompts_beyond_what_a_step_of_vllm_takes(engine: RemoteVllm, reference: Reference) -> None:
+    """It takes 4096 tokens at most, and a part of the prompt that has no room would want a random state back."""
+    rows = list(np.random.default_rng(3).integers(2, 23, (60, 80)))
+    prompts = batch_of(rows, np.arange(60), np.arange(60))
+    parts: list[Batch] = []
+    engine.generate(prompts, Sampling(seed=5, max_response_tokens=4), parts.append)
+    batch = Batch.concat(parts)
+    assert len(batch) == 60
+    inside = batch["loss_mask_T"] == 1
+    want_T = reference.logprobs(batch, 1.0)
+    np.testing.assert_allclose(batch["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
 
 
 def test_what_was_built(engine: RemoteVllm, reference: Reference) -> None:
