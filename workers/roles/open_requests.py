@@ -26,7 +26,7 @@ class OpenRequests:
         self._written: dict[int, Completion] = {}  # what the engine has handed over of those that are open
         self._versions: defaultdict[int, list[NDArray[np.int64]]] = defaultdict(list)  # of the tokens so far
         self._drawn_by: dict[int, NDArray[np.int64]] = {}  # by completion: versions of the weights of each token
-        self._came_late: list[SampleRequest] = []  # while it was suspended
+        self._came_late: list[Sequence[SampleRequest]] = []  # while it was suspended, call by call
         self.suspended = False
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class OpenRequests:
     def add(self, requests: Sequence[SampleRequest]) -> None:
         """Begin requests, or note them while the engine is suspended."""
         if self.suspended:
-            self._came_late += requests
+            self._came_late.append(requests)
         else:
             self._engine.add(requests)
         self._open |= {request.id: request for request in requests}
@@ -62,7 +62,8 @@ class OpenRequests:
     def resume(self) -> None:
         """Go on with what was broken off, and begin what came meanwhile."""
         if self.suspended and self._open:
-            self._engine.add(self._came_late if self._engine.open_requests else [*self._continued()])
+            for requests in self._came_late if self._engine.open_requests else [[*self._continued()]]:
+                self._engine.add(requests)
         self.suspended, self._came_late = False, []
 
     def versions_of(self, batch: Batch) -> Batch:

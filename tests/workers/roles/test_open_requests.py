@@ -184,6 +184,24 @@ def test_what_comes_while_weights_change_waits_though_nothing_was_open(engine: R
     assert {version for part in parts for version in part["version_T"].tolist()} == {NO_VERSION, NEW}
 
 
+@pytest.mark.parametrize("engine", KEEPING, indirect=True)
+def test_calls_that_come_while_weights_change_count_their_prompts_apart(engine: RolloutEngine) -> None:
+    """Each call of episodes counts its distinct prompts from 0."""
+    open_, found = OpenRequests(engine), list[int]()
+    calls = [batch_of([np.arange(4 + n) + 2] * 2, np.arange(2) + 10 * n, np.zeros(2, dtype=np.int64)) for n in range(3)]
+    first, *late = [Completions(call, SAMPLING, lambda part: None).requests() for call in calls]
+    open_.add(first)
+    found += [completion.id for completion in open_.step(OLD)]
+    open_.suspend(OLD)
+    for call in late:
+        open_.add(call)
+    give_weights(engine, seed=NEW)
+    open_.resume()
+    while len(open_):
+        found += [completion.id for completion in open_.step(NEW)]
+    assert sorted(found) == [0, 1, 10, 11, 20, 21]
+
+
 def test_an_engine_is_not_changed_under_open_requests(engine: RolloutEngine) -> None:
     open_ = OpenRequests(engine)
     open_.add(Completions(make_prompts(2, 2), SAMPLING, lambda part: None).requests())
