@@ -96,6 +96,8 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
         (TINY, {"host": "0.0.0.0"}, "without a key"),
         (TINY, {"context": 10**6}, "the model takes"),
         (TINY, {"out": Path()}, "that is a folder"),
+        (TINY, {"engine": "vllm", "temperature": 3.0}, "--temperature 3: vLLM samples at 0.01 to 2"),
+        (TINY, {"engine": "vllm", "temperature": 0.005}, "--temperature 0.005"),
     ],
 )
 def test_a_wrong_call_starts_nothing(tmp_path: Path, what: str, options: dict[str, Any], words: str) -> None:
