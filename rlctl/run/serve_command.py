@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlctl.models.paths import config_of, resolve_model
@@ -45,6 +46,9 @@ def serve(
     if engine == "vllm" and temperature and not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
         message = f"--temperature {temperature:g}: vLLM samples at {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
         raise UsageError(message, hint="use one of these, 0, or --engine torch")
+    if engine == "vllm" and find_spec("vllm") is None:
+        message = f"--engine vllm: {sys.executable} has no vLLM, and what is served is sampled by that interpreter"
+        raise UsageError(message, hint="install vllm there, or use --engine torch")
     model = _model_of(what, step)
     config = config_of(model, Path())
     if not config:

@@ -96,6 +96,7 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
         (TINY, {"host": "0.0.0.0"}, "without a key"),
         (TINY, {"context": 10**6}, "the model takes"),
         (TINY, {"out": Path()}, "that is a folder"),
+        (TINY, {"engine": "vllm"}, "--engine vllm: .* has no vLLM"),
         (TINY, {"engine": "vllm", "temperature": 3.0}, "--temperature 3: vLLM samples at 0.01 to 2"),
         (TINY, {"engine": "vllm", "temperature": 0.005}, "--temperature 0.005"),
     ],
