@@ -20,7 +20,7 @@ from backends.hf.tokenizer import token_ids
 from backends.protocol import OnMeta, WeightSpec
 from backends.weights.tensor_bytes import DTYPES, named_weights, wire_dtype
 from specs.errors import ModelError
-from specs.model_facts import model_facts, positions_of
+from specs.model_facts import model_facts, positions_of, tokens_of_one_rope
 from specs.schema.role_section import Lora
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import ModelConfig
@@ -40,6 +40,7 @@ class ModelShape:
     tied_embeddings: bool
     carries_state: bool  # in some layers, from token to token
     end_tokens: frozenset[int]  # of config and generation config
+    one_rope: int  # tokens up to which positions are rotated in one way; 0: any number
 
 
 def check_positions(config: ModelConfig, text: PretrainedConfig) -> None:
@@ -80,6 +81,7 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
         vocab_size=text.vocab_size,
         carries_state=facts is not None and facts.state_layers > 0,
         end_tokens=end_tokens(config.path, text.eos_token_id),
+        one_rope=tokens_of_one_rope(text.to_dict()),
         tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
 

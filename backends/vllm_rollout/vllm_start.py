@@ -121,6 +121,7 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
     kv_cache_GiB = table.kv_cache_GiB
     if on_cpu and kv_cache_GiB is None:
         kv_cache_GiB = CPU_KV_CACHE_GIB
+    most = config.model.max_sequence_tokens
     return {
         **_room_for_adapters(config, model),
         "model": config.model.path,
@@ -130,7 +131,8 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
         "generation_config": "vllm",  # only rlctl's sampling defaults and stops
         "load_format": "dummy",
         "dtype": _DTYPES[config.model.dtype],
-        "max_model_len": config.model.max_sequence_tokens + 1,
+        # For `score`; but beyond the first context of LongRoPE vLLM rotates all positions otherwise.
+        "max_model_len": most if most == model.one_rope else most + 1,
         "tensor_parallel_size": table.tensor_parallel,
         "gpu_memory_utilization": table.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_GiB is None else int(kv_cache_GiB * GIB),

@@ -140,6 +140,7 @@ FAMILIES = {
             "pad_token_id": 0,
             "eos_token_id": 2,
         },
+        vllm="fp32",
     ),
     "qwen3_moe": Family(
         "Qwen3 MoE (30B-A3B, …)",

@@ -1,4 +1,4 @@
-"""A hybrid of attention and Mamba 2, and latent attention, in a real vLLM, against the trainer that learns them."""
+"""A hybrid of attention and Mamba 2, LongRoPE, and latent attention, in a real vLLM, against their trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import FAMILIES
 from optional import needs_vllm
-from rollout_helpers import make_prompts, rollout_config
+from rollout_helpers import MAX_TOKENS, make_prompts, rollout_config
 from train_helpers import build_engine, learn, train_config, write_model
 from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess
 from vllm_syncing import EXACT, TEMPERATURE, gap, sync
@@ -22,6 +22,13 @@ from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
 
 GRANITE = {**FAMILIES["granitemoehybrid"].config, **VLLM_SHAPE, "mamba_n_heads": 16}
+# As many tokens as a sequence may have: beyond them LongRoPE takes the long factors.
+PHI3 = {
+    **FAMILIES["phi3"].config,
+    **VLLM_SHAPE,
+    "original_max_position_embeddings": MAX_TOKENS,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 3.0] * 4},
+}
 # With sizes that vLLM's kernels know.
 DEEPSEEK = {
     **FAMILIES["deepseek_v3"].config,
@@ -35,7 +42,11 @@ DEEPSEEK = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("config", "device", "dtype", "close"),
-    [(GRANITE, "cpu", "fp32", EXACT), pytest.param(DEEPSEEK, "cuda", "bf16", 0.5, marks=pytest.mark.gpu)],
+    [
+        (GRANITE, "cpu", "fp32", EXACT),
+        (PHI3, "cpu", "fp32", EXACT),
+        pytest.param(DEEPSEEK, "cuda", "bf16", 0.5, marks=pytest.mark.gpu),
+    ],
 )
 def test_it_samples_what_the_trainer_learned(
     tmp_path: Path, config: dict[str, Any], device: str, dtype: str, close: float
