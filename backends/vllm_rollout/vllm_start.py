@@ -85,6 +85,7 @@ def _prepare(config: RolloutConfig, model: ModelShape, span: ReplicaSpan | None)
     or built for another device."""
     on_cpu = config.model.device == "cpu"
     os.environ.update(_ENVIRONMENT)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM would take that instead of `kv_cache_GiB`
     if span is not None:
         os.environ["VLLM_HOST_IP"] = span.address
     try:

@@ -27,6 +27,7 @@ SMALL = {
     "run.steps": 4,
     "rollout.python": VLLM_PYTHON,
     "rollout.threads": 1,
+    "rollout.env": '{ VLLM_CPU_KVCACHE_SPACE = "4" }',  # in GiB, as a shell may have it
     "actor.threads": 1,
     "checkpoint.every": 4,
     "data.prompts_per_step": 16,
@@ -72,6 +73,10 @@ def test_every_sync_is_verified_and_sampler_and_trainer_agree(colocated: Path) -
     assert any(line["rollout/finished"] > 0 for line in lines), "some answers end by themselves"
     evaluated = [line["step"] for line in metrics(colocated) if "eval/heldout/reward_mean" in line]
     assert evaluated == [0, 4]
+
+
+def test_the_cache_is_as_large_as_the_spec_says(colocated: Path) -> None:
+    assert json.loads((colocated / "memory.json").read_text())["rollout"]["used_GiB"] < 2
 
 
 def test_a_killed_vllm_comes_back(colocated: Path) -> None:
