@@ -92,6 +92,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_end(path: Path, share: float) -> list[dict[str, Any]]:
+    """Return the last line behind the last one with an evaluation; where there is none, the last `share` of all. No
+    other line is decoded: there may be many, in many runs. A damaged one is left out. Raises RunDirError."""
+    lines = _lines(path)[0]
+    chosen = [line for line in lines if b'"eval/' in line][-1:]
+    chosen += [line for line in lines[-1 if chosen else -max(1, round(share * len(lines))) :] if line not in chosen]
+    records = filter(None, map(object_of, chosen))
+    return [record for record in records if isinstance(record.get("step"), int)]
+
+
 def last_values(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the last value of every metric: evaluations are not in every line."""
     return {key: value for record in records for key, value in record.items() if value is not None}

@@ -65,10 +65,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [f"{path.name} ({index})" for index, path in enumerate(paths, start=1)]
 
 
-def final(records: Records, key: str) -> float | None:
-    """Return the mean over the last steps; None where the run has no such metric."""
+def final(records: Records, key: str, share: float = LAST_SHARE) -> float | None:
+    """Return the mean over the last `share` of the steps; None where the run has no such metric."""
     found = [y for _, y in points(records, key)]
-    last = found[-max(1, round(LAST_SHARE * len(found))) :]
+    last = found[-max(1, round(share * len(found))) :]
     return sum(last) / len(last) if last else None
 
 

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from rlctl.show import eval_keys
 from rlctl.show.charts import drawable
-from rlctl.show.metrics_file import last_values, read_metrics
-from rlctl.show.report_compare import final
+from rlctl.show.metrics_file import last_values, read_end
+from rlctl.show.report_compare import LAST_SHARE, final
 from rlctl.show.screen import Screen, redraws
 from rlctl.show.text_format import columns, counted, duration, number, of_steps
 from specs.errors import RunDirError
@@ -55,13 +55,13 @@ class Outcome:
 
 def outcome(run_dir: Path) -> Outcome:
     try:
-        records = read_metrics(run_dir / "metrics.jsonl")
+        records = read_end(run_dir / "metrics.jsonl", LAST_SHARE)
     except RunDirError:
         records = []
     metrics = last_values(records)
     evaluations = _evaluations(metrics)
     shown = eval_keys.headline(records)
-    score = drawable(metrics[evaluations[0]]) if evaluations else final(records, shown.key)
+    score = drawable(metrics[evaluations[0]]) if evaluations else final(records, shown.key, 1.0)
     metric = evaluations[0].rpartition("/")[2] if evaluations else shown.metric
     falls = any(each.falls for each in eval_keys.HEADLINES if each.metric == metric)
     return Outcome(records[-1]["step"] if records else 0, score, metrics, shown, falls)

@@ -59,6 +59,15 @@ def test_a_run_with_a_list_for_its_reward_takes_no_other_line_along(tmp_path: Pa
     assert [line.split()[3:5] for line in capsys.readouterr().out.splitlines()[1:]] == [["9/9", "0.900"], ["1/9", "–"]]
 
 
+def test_of_a_long_run_the_end_alone_is_decoded(tmp_path: Path, capsys) -> None:
+    lines = (run_in(tmp_path / "long", 20) / "metrics.jsonl").read_text().splitlines()
+    for evaluated, reward in ((lines[4], "1.95"), ('{"step": 5, "eval/heldout/reward_mean": 0.5}', "0.500")):
+        cut = ["not JSON"] * 4 + [evaluated] + ["not JSON"] * 13 + lines[18:]
+        (tmp_path / "long/metrics.jsonl").write_text("\n".join(cut) + "\n")
+        runs(tmp_path)
+        assert capsys.readouterr().out.splitlines()[1].split()[3:5] == ["20/20", reward]
+
+
 def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no runs"):
         runs(tmp_path)
