@@ -28,7 +28,7 @@ from rlctl.run.run_exports import export_missing, with_run_exports
 from rlctl.run.startup import start
 from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
-from rlctl.show.journal import first_day
+from rlctl.show.journal import EVALUATION, first_day
 from rlctl.show.metrics_file import MetricsWriter, append_samples
 from rlctl.show.progress import EvalProgress
 from rlctl.show.screen import Screen, progress_screen
@@ -93,6 +93,7 @@ def evaluate(
     run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))
     plan = plan_for_hosts(spec, source.folder, run.path)
     run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])
+    run.journal.note(EVALUATION)
     total = sum(one.samples for one in spec.evaluations)
     try:
         with explained_disk_errors(run.path), EvalProgress(Path(what).name, total, shown) as progress, journaled(run):

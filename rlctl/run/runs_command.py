@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
 from rlctl.run.run_lock import owner_of
-from rlctl.show.journal import last_attempt, newest, read_journal
+from rlctl.show.journal import is_evaluation, last_attempt, newest, read_journal
 from rlctl.show.screen import Screen
 from rlctl.show.sweep_table import outcome
 from rlctl.show.text_format import columns, number, of_steps
@@ -27,9 +29,11 @@ def runs(folder: Path, *, as_json: bool = False) -> int:
         raise UsageError(f"{folder} holds no runs", hint="name the folder that run.dir names: rlctl runs DIR")
     rows = []
     for run in found:
-        reached, about = outcome(run), read_or_empty(newest(run, "resolved"))
+        reached, about, journal = outcome(run), read_or_empty(newest(run, "resolved")), read_journal(run)
         steps, recipe = (value_at(about, f"run.{key}") for key in ("steps", "recipe"))
-        row = {"run": _name(run, folder), "recipe": recipe or "rl", "state": _state(run), "step": reached.step}
+        if is_evaluation(journal):
+            steps, recipe = None, "eval"
+        row = {"run": _name(run, folder), "recipe": recipe or "rl", "state": _state(run, journal), "step": reached.step}
         rows.append({**row, "steps": steps, "reward": reached.score, "when": _last_written(run)})
     if as_json:
         print(json_text(rows))
@@ -50,8 +54,8 @@ def _name(run: Path, folder: Path) -> str:
     return run.absolute().name if run == folder else str(run.relative_to(folder))
 
 
-def _state(run: Path) -> str:
+def _state(run: Path, journal: Sequence[Mapping[str, Any]]) -> str:
     if owner_of(run):
         return "running"
-    last = last_attempt(read_journal(run))
+    last = last_attempt(journal)
     return str(last.get("outcome", "killed")) if last else "–"

@@ -15,6 +15,7 @@ from specs.errors import RunDirError
 from specs.terminal import json_text
 
 FILE = "journal.jsonl"
+EVALUATION = "evaluation"  # the event of an attempt that makes no steps
 TAKEN = {"event": str, "attempt": int, "spec_dir": str, "copy": str}  # what readers take as it is
 
 
@@ -58,6 +59,12 @@ def first_day(run_dir: Path) -> str:
 def last_attempt(journal: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the newest attempt's `end`, or its `start` where none was written: it runs, or was killed."""
     return next((line for line in reversed(journal) if line["event"] in ("start", "end")), {})
+
+
+def is_evaluation(journal: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether the newest attempt is that of `rlctl eval`."""
+    last = last_attempt(journal).get("attempt")
+    return any(line["event"] == EVALUATION and line.get("attempt") == last for line in journal)
 
 
 def newest(run_dir: Path, name: str) -> Path:

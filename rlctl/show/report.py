@@ -10,7 +10,7 @@ from typing import Any
 
 from rlctl.show import eval_keys
 from rlctl.show.charts import Point, chart, drawable, points
-from rlctl.show.journal import last_attempt, newest, read_journal
+from rlctl.show.journal import is_evaluation, last_attempt, newest, read_journal
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report_page import header, note, page, section, table, write_page
 from rlctl.show.report_samples import sample_sections
@@ -79,7 +79,7 @@ def render(run_dir: Path, *, running: bool = False, target: Path | None = None) 
         header(title, {name: run_dir / name for name in FILES}, folder),
         trouble,
         _state(journal, records, running),
-        _summary(records, run),
+        _summary(records, None if is_evaluation(journal) else run.get("steps")),
         _warnings(journal),
         _charts(records, _term_names(resolved)),
         sample_sections(run_dir / "samples.jsonl", "Samples"),
@@ -138,13 +138,12 @@ def _attempts(journal: Records, fork: dict[str, Any]) -> str:
     return section("Attempts", origin + table(("attempt", "began", "end", "why", "--set"), rows))
 
 
-def _summary(records: Records, run: dict[str, Any]) -> str:
+def _summary(records: Records, planned: object) -> str:
     steps = [record for record in records if record["step"] > 0] or records  # `rlctl eval` of a model has none
     if not steps:
         return note("No step has ended yet.")
     spent = sum(drawable(record.get("time/wall_s") or record.get("time/step_s")) or 0.0 for record in steps)
     speed = [y for _, y in points(steps[len(steps) // 2 :], "perf/tokens_per_s")]
-    planned = run.get("steps")
     shown = eval_keys.headline(steps)
     tiles = {
         "steps": f"{steps[-1]['step']}" + (f" of {planned}" if planned else ""),

@@ -133,8 +133,8 @@ def replicas(record: Mapping[str, Any]) -> str:
 
 
 def of_steps(step: int, steps: object) -> str:
-    """Write `3/6`; of a run that is beyond its `run.steps`, which were lowered since, `9/9`."""
-    return f"{step}/{max(step, steps) if isinstance(steps, int) else '–'}"
+    """Write `3/6`; of a run beyond its `run.steps`, which were lowered since, `9/9`; where none are known, `3`."""
+    return f"{step}/{max(step, steps)}" if isinstance(steps, int) else str(step)
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from rlctl.run.run_lock import RunLock
 from rlctl.run.runs_command import runs
-from rlctl.show.journal import Journal
+from rlctl.show.journal import EVALUATION, Journal
+from rlctl.show.report import render
 from specs.errors import UsageError
 
 
@@ -57,6 +58,16 @@ def test_a_run_with_a_list_for_its_reward_takes_no_other_line_along(tmp_path: Pa
     (run_in(tmp_path / "b", 0) / "metrics.jsonl").write_text('{"step": 1, "eval/heldout/reward_mean": [1, 2]}\n')
     assert runs(tmp_path) == 0
     assert [line.split()[3:5] for line in capsys.readouterr().out.splitlines()[1:]] == [["9/9", "0.900"], ["1/9", "–"]]
+
+
+def test_an_evaluation_has_the_step_of_its_weights_and_none_to_take(tmp_path: Path, capsys) -> None:
+    folder = run_in(tmp_path / "model-eval", 0)
+    Journal(folder, 1).add(EVALUATION)
+    Journal(folder, 1).add("end", outcome="done")
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/reward_mean": 0.5}\n')
+    runs(tmp_path)
+    assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["model-eval", "eval", "done", "0", "0.500"]
+    assert "of 9" not in render(folder)
 
 
 def test_of_a_long_run_the_end_alone_is_decoded(tmp_path: Path, capsys) -> None:
