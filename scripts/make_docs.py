@@ -135,7 +135,11 @@ def cells_of(table: type[Table], name: str, field: FieldInfo) -> list[str]:
 
 
 def key_table(table: type[Table], keys: Keys) -> list[str]:
-    return grid(("key", "type", "default", "meaning"), (cells_of(table, name, field) for name, field in keys.items()))
+    return key_grid(cells_of(table, name, field) for name, field in keys.items())
+
+
+def key_grid(rows: Iterable[Sequence[str]]) -> list[str]:
+    return grid(("key", "type", "default", "meaning"), rows)
 
 
 def name_of(table: type[Table]) -> str:
@@ -187,7 +191,11 @@ class Page:
         there = {name: self.said.setdefault(tuple(cells_of(table, name, keys[name])), title) for name in keys}
         places = [above for above in there.values() if above != title]
         again = {name: above for name, above in there.items() if places.count(above) > 2}
-        self.lines += ["", *key_table(table, {name: field for name, field in keys.items() if name not in again})]
+        rows = {name: cells_of(table, name, field) for name, field in keys.items() if name not in again}
+        for name, cells in rows.items():
+            if there_too := self.place.get(tables_of(keys[name].annotation)):
+                cells[1] += f", as [`{there_too}`](#{there_too.replace('.', '').lower()})"
+        self.lines += ["", *key_grid(rows.values())]
         for above in dict.fromkeys(again.values()):
             names, label = ", ".join(f"`{name}`" for name in again if again[name] == above), above.lstrip("# ")
             anchor = re.sub(r"[^\w -]", "", label).lower().replace(" ", "-")
@@ -197,10 +205,7 @@ class Page:
     def below(self, path: str, keys: Keys) -> None:
         for name, field in keys.items():
             place, tables = f"{path}.{name}" + (".N" if is_list(field.annotation) else ""), tables_of(field.annotation)
-            if tables in self.place:
-                there = self.place[tables]
-                self.lines += [f"`{place}` is as [`{there}`](#{there.replace('.', '').lower()}).", ""]
-            elif tables:
+            if tables and tables not in self.place:
                 self.place[tables] = place
                 self.section(place, tables, f"### `{place}`")
 
@@ -286,16 +291,14 @@ def render() -> str:
 
 METRICS = """## Every metric
 
-From where metrics are made.
-
 `metrics.jsonl` in the run directory has one JSON object per step, `rlctl.load_metrics(RUN_DIR)` reads it
 ([from Python](watching.md#from-python)), [trackers](watching.md#trackers) get the same names, and the
-[report](watching.md#the-report) draws them. Parts in angle brackets vary:
-`reward/term_<i>` is entry `i` of `reward.terms`, from 0 on;
-`<role>` is a role of the run; `<set>` is the name of an evaluation. A number that is not finite is written as `null`.
-Without a "when" a metric is there at every step of `rl`. Recipes that learn from rows have of these
-`data/epoch`, `data/tokens`, `data/learned_tokens`, those of what learns, `time/`, `mem/` and `perf/`; their evaluations
-have those of the objective under `eval/<set>/`, such as `eval/heldout/loss`, and with `sft` `eval/<set>/perplexity`.
+[report](watching.md#the-report) draws them. Parts in angle brackets vary: `reward/term_<i>` is entry `i` of
+`reward.terms`, from 0 on; `<role>` is a role of the run; `<set>` is the name of an evaluation. A number that is not
+finite is written as `null`. Without a "when" a metric is there at every step of `rl`. Recipes that learn from rows have
+of these `data/epoch`, `data/tokens`, `data/learned_tokens`, those of what learns, `time/`, `mem/` and `perf/`; their
+evaluations have those of the objective under `eval/<set>/`, such as `eval/heldout/loss`, and with `sft`
+`eval/<set>/perplexity`.
 
 An evaluation that samples also has, of its own completions, these with `eval/<set>/` in place of what stands before the
 slash:
@@ -366,14 +369,11 @@ def _their_keys(*, of_rows: bool) -> str:
 
 MODELS = """## Models
 
-From the families that tests train and sample (`tests/support/families.py`).
-
-Each was tried with a few thousand parameters, from disk, on CPUs; [on a GPU](gpu.md) only Qwen2's shape was.
-Log-probs, gradients and weights after a step are those of transformers' own modules on one sequence at a time: 2e-5
-nats and 1e-4 of each tensor's largest gradient in fp32 (`tests/backends/test_protocol_sharded.py`). What is not in the
-table is not refused: every start proves packing, the sampler its cache, and every sync both.
-
-All were trained as {trained} (the rest in fp32).
+The families that tests train and sample (`tests/support/families.py`), each with a few thousand parameters, from disk,
+on CPUs, trained as {trained} (the rest in fp32); [on a GPU](gpu.md) only Qwen2's
+shape was. Log-probs, gradients and weights after a step are those of transformers' own modules on one sequence at a
+time: 2e-5 nats and 1e-4 of each tensor's largest gradient in fp32 (`tests/backends/test_protocol_sharded.py`). What is
+not in the table is not refused: every start proves packing, the sampler its cache, and every sync both.
 
 """
 MARK = "<!-- from here on written by scripts/make_docs.py -->"
@@ -383,13 +383,11 @@ latent attention with vLLM on the CPU, and sequences beyond the first context of
 
 ### Layers that carry a state
 
-Gated delta nets, Mamba 2 and short convolutions run over each sequence of a packed row by itself. Completions of one
-prompt begin in the state in which it ended: it is computed once, and the gradients of all of them reach it. A build
-proves both, forward with the model's own weights, and backward on a new layer of each kind; the sampler keeps states
-beside its cache and proves that decoding gives the model's own log-probs. Ranks cannot share their rows:
-`sequence_parallel` is refused. Kernels of flash-linear-attention, causal-conv1d and mamba-ssm, which transformers takes
-where they are installed, were not tried; without them transformers' torch formulas compute, which are slow for short
-sequences.
+Gated delta nets, Mamba 2 and short convolutions run over each sequence of a packed row by itself; completions begin in
+the state in which their prompt ended, which is computed once. A build proves this, forward and backward, and the
+sampler that decoding gives the model's own log-probs. `sequence_parallel` is refused. Kernels of
+flash-linear-attention, causal-conv1d and mamba-ssm, which transformers takes where they are installed, were not tried;
+without them transformers' torch formulas compute, which are slow for short sequences.
 
 ### Softcap, sinks, chunks, latent attention
 
