@@ -32,7 +32,7 @@ class FakeRolloutEngine(SyncedSampler):
 
     def __init__(self, config: RolloutConfig, vocab: int) -> None:
         held = {spec.name: spec for spec in bigram.weight_specs(vocab, "fp32")}
-        super().__init__(config, held, "the fake model")
+        super().__init__(config, held, "the fake model", vocab)
         self._weights: dict[str, Floats] = {}
         self._queue: deque[SampleRequest] = deque()
         self.stops = stop_tokens(end_tokens_of(Path(config.model.path)), config, ask_tokenizer=False)

@@ -19,9 +19,9 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class SyncedSampler(RolloutEngine):
     """A rollout engine whose weights come by `import_weight`. Engines fill in the hooks `_adopt`, `_begin`, …"""
 
-    def __init__(self, config: RolloutConfig, held: Mapping[str, WeightSpec], holder: str) -> None:
-        """`held`: all weights that must arrive. `holder` names the model in messages."""
-        self.config, self._held, self._holder = config, held, holder
+    def __init__(self, config: RolloutConfig, held: Mapping[str, WeightSpec], holder: str, vocab: int) -> None:
+        """`held`: all weights that must arrive. `holder` names the model, of so many tokens, in messages."""
+        self.config, self._held, self._holder, self._vocab = config, held, holder, vocab
         self._imported: set[str] = set()
         self._ready = False  # a complete set of weights has arrived
         self._awake = {WEIGHTS, KV_CACHE}
@@ -139,6 +139,9 @@ class SyncedSampler(RolloutEngine):
                 raise BatchError(f"sample {request.id} is being drawn already")
             if prompt == 0:
                 raise BatchError(f"prompt {request.id} is empty; a completion needs a token to start from")
+            if (last := int(request.tokens.max())) >= self._vocab:
+                message = f"prompt {request.id} has token {last}, and the model knows those below {self._vocab}"
+                raise BatchError(message, hint="its tokenizer has more: make its embeddings larger, or drop such rows")
             if prompt + most > limit:
                 message = f"a prompt of {prompt} tokens with a completion of up to {most} makes {prompt + most} tokens"
                 raise BatchError(f"{message}; the rollout was built for {limit}")

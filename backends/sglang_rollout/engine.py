@@ -41,7 +41,7 @@ class SglangRolloutEngine(SyncedSampler):
 
     def __init__(self, config: RolloutConfig, shape: ModelShape, server: Server, stops: frozenset[int]) -> None:
         assert isinstance(config.engine, SglangTable)
-        super().__init__(config, shape.weights, config.model.path)
+        super().__init__(config, shape.weights, config.model.path, shape.vocab_size)
         self.table, self.shape, self.server = config.engine, shape, server
         self.stops = stops
         self._model_info: Mapping[str, Any] = server.client.request("/model_info")

@@ -55,7 +55,7 @@ class TorchRolloutEngine(SyncedSampler):
         assert isinstance(config.engine, TorchRolloutTable)
         self._weights = named_weights(model)
         held = {name: _spec(name, tensor) for name, tensor in self._weights.items()}
-        super().__init__(config, held, f"{type(model).__name__} here")
+        super().__init__(config, held, f"{type(model).__name__} here", model.config.get_text_config().vocab_size)
         self.table, self.model = config.engine, model
         self.device = torch.device(config.model.device)
         ends = end_tokens(config.model.path, model.config.get_text_config().eos_token_id)

@@ -44,7 +44,8 @@ class VllmRolloutEngine(SyncedSampler):
     progress_unit = "decode step"
 
     def __init__(self, config: RolloutConfig, table: VllmTable, model: ModelShape, llm: LLM) -> None:
-        super().__init__(config, {**model.weights, **model.adapters}, f"{model.architecture} here")
+        held = {**model.weights, **model.adapters}
+        super().__init__(config, held, f"{model.architecture} here", model.vocab_size)
         self.table, self.model, self.llm = table, model, llm
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
         self.request = None if config.lora is None else adapter_request()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from families import VOCAB
 from off_the_host import nothing_over_the_host
 from optional import needs_vllm
 from rollout_helpers import END, MAX_TOKENS, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
@@ -414,6 +415,7 @@ def test_a_request_that_is_wrong_is_refused_with_those_that_came_along(engine: R
     for wrong, why in (
         (replace(second, sampling=long), "the rollout was built for"),
         (replace(second, tokens=second.tokens[:0]), "needs a token to start from"),
+        (replace(second, tokens=np.array([4, VOCAB])), "has token 23, and the model knows those below 23"),
         (replace(second, id=first.id), "is being drawn already"),
         (replace(second, position=-1), "position_B is negative"),
         (replace(second, prefix=first.prefix), "a prefix needs equal prompts"),
