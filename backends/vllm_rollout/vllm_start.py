@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,9 @@ def start_vllm(config: RolloutConfig, model: ModelShape, span: ReplicaSpan | Non
     if span is not None:
         given |= _across(span, *span.begin(config.model_dump(mode="json")))
     try:
-        llm = LLM(**given)
+        with TemporaryDirectory() as sockets:  # vLLM would leave them; once it has started, all have met
+            os.environ["VLLM_RPC_BASE_PATH"] = sockets
+            llm = LLM(**given)
     except Exception as error:  # from a worker of its own whatever went wrong comes as just that
         raise ModelError(
             f"vLLM {vllm_version()} refuses {config.model.path}: {_gist(error)}",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,18 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 def sharded_config() -> RolloutConfig:
     config = config_of(LORA)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"tensor_parallel": 2})})
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
+    """With a folder of its own for temporary files: vLLM leaves its sockets there."""
+    folder = tmp_path_factory.mktemp("t")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        process = VllmProcess()
+    yield process
+    process.close()
+    assert not [path for path in folder.rglob("*") if path.is_socket()]
 
 
 @pytest.fixture
