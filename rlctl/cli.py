@@ -250,14 +250,17 @@ def serve(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Conversations, as rows for sft.")] = Path("served.jsonl"),
     context: Annotated[int, Option(min=0, help="Most tokens of a conversation; default: up to 8192.")] = 0,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token.")] = 1.0,
-    engine: Annotated[Literal["torch", "vllm"], typer.Option(help="vllm: where it is installed.")] = "torch",
+    engine: Annotated[Literal["torch", "vllm"], typer.Option(help="vllm: with an interpreter that has it.")] = "torch",
+    python: Annotated[
+        str, Option(metavar="FILE", help="Interpreter that samples, such as .venv-vllm/bin/python.")
+    ] = sys.executable,
     gpu: Annotated[bool, typer.Option("--gpu", help="Sample on the first GPU, in bf16.")] = False,
 ) -> None:
     """Answer OpenAI's and Anthropic's clients as in training, and keep the conversations to learn from."""
     from rlctl.run.serve_command import serve as run
 
     served = partial(run, what, out, step=step, host=host, port=port, key=key, context=context)
-    raise typer.Exit(served(temperature=temperature, engine=engine, gpu=gpu))
+    raise typer.Exit(served(temperature=temperature, engine=engine, python=python, gpu=gpu))
 
 
 @command(

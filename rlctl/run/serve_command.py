@@ -7,11 +7,11 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from rlctl.models.paths import config_of, resolve_model
 from rlctl.models.run_export import RunExport
+from rlctl.preflight.interpreters import look_at
 from rlctl.run.checkpoints import run_and_step
 from rlctl.run.export import export, find
 from rlctl.run.interrupt import as_ctrl_c
@@ -36,19 +36,21 @@ def serve(
     context: int = 0,
     temperature: float = 1.0,
     engine: str = "torch",
+    python: str = sys.executable,
     gpu: bool = False,
 ) -> int:
     """Serve until Ctrl-C; return the exit code. `context`: tokens of a conversation, 0: as many as `CONTEXT` and the
-    model take. Raises UsageError, and what an export raises."""
+    model take; `python`: the interpreter that samples. Raises UsageError, and what an export raises."""
     if not key and not _loopback(host):
         message = f"--host {host}: other machines could sample without a key"
         raise UsageError(message, hint="add --key KEY, or listen on 127.0.0.1")
     if engine == "vllm" and temperature and not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
         message = f"--temperature {temperature:g}: vLLM samples at {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
         raise UsageError(message, hint="use one of these, 0, or --engine torch")
-    if engine == "vllm" and find_spec("vllm") is None:
-        message = f"--engine vllm: {sys.executable} has no vLLM, and what is served is sampled by that interpreter"
-        raise UsageError(message, hint="install vllm there, or use --engine torch")
+    found = look_at(python)
+    if lacking := [package for package in (engine, "accelerate") if not found.version(package)]:
+        message = f"--engine {engine}: {python}: {found.failure or f'{lacking[0]} is not installed'}"
+        raise UsageError(message, hint="`rlctl setup-engine vllm` makes .venv-vllm: --python .venv-vllm/bin/python")
     model = _model_of(what, step)
     config = config_of(model, Path())
     if not config:
@@ -85,7 +87,7 @@ def serve(
         "port": port,
         "key": key,
     }
-    return _run(json.dumps(asked))
+    return _run(python, json.dumps(asked))
 
 
 def _loopback(host: str) -> bool:
@@ -108,9 +110,9 @@ def _model_of(what: str, step: int | None) -> str:
     return str(exported.folder)
 
 
-def _run(config: str) -> int:
+def _run(python: str, config: str) -> int:
     """Have the process that holds the model serve it, until a signal ends both."""
-    command, env = [sys.executable, "-P", "-m", "workers.episodes.served_model"], with_our_packages()
+    command, env = [python, "-P", "-m", "workers.episodes.served_model"], with_our_packages()
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=env)
     assert process.stdin is not None
     try:
