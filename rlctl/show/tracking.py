@@ -87,7 +87,7 @@ class Trackers:
         for side in list(self._sides):
             try:
                 with self._at_once():
-                    side.finish()
+                    side.finish(self._warn)
                     self._leave_out_failed(side)
                     if side in self._sides:
                         side.tracker.close(ended)
@@ -120,9 +120,12 @@ class _Beside:
         self._prompt &= not late
         return late
 
-    def finish(self) -> None:
+    def finish(self, warn: Say) -> None:
         """Wait until all steps are logged, as long as the package tries, and end the thread."""
         if not self.held:
+            if not self._wait(WAIT_S):
+                left = counted(self._steps.unfinished_tasks, "step")
+                warn(f"the run waits for {self.table.kind}, which has not taken {left}; Ctrl-C ends the wait")
             self._wait(None)
             self._steps.put_nowait(None)
 

@@ -268,14 +268,22 @@ def test_a_server_that_hangs_holds_no_step_up(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tracking, "WAITING", 3)
     monkeypatch.setitem(TRACKERS, "tensorboard", Hanging)
     spec, began = spec_with({"kind": "tensorboard"}), time.monotonic()
-    with open_trackers(spec, tmp_path, resume=False, say=print, warn=warned.append) as trackers:
+
+    def warn(text: str) -> None:
+        warned.append(text)
+        if "Ctrl-C" in text:
+            answers.set()
+
+    with open_trackers(spec, tmp_path, resume=False, say=print, warn=warn) as trackers:
         for step in range(1, 7):  # one is at the tracker, three wait, and two find no room
             trackers.log({"step": step, "reward/mean": 1.0})
         assert time.monotonic() - began < 30
         assert [line.split(":")[0] for line in warned] == ["tensorboard has not taken step 1 in 0 s"]
-        answers.set()
     assert logged == [1, 2, 3, 4]
-    assert warned[1:] == ["tensorboard lacks 2 steps: too many waited for it"]
+    assert warned[1:] == [
+        "the run waits for tensorboard, which has not taken 4 steps; Ctrl-C ends the wait",
+        "tensorboard lacks 2 steps: too many waited for it",
+    ]
 
 
 @pytest.mark.parametrize(("error", "status"), [(RlctlError("x"), "FAILED"), (Interrupted("x"), "KILLED")])
