@@ -113,6 +113,9 @@ class Saver:
         self._load(checkpoint)
         left_out = driver.restore(checkpoint.path / "driver", checkpoint.state)
         checkpoint.pin.release()
+        if not checkpoint.manifest.get("proven"):  # what saved it was killed, or its proof failed
+            with driver.phase("save", checkpoint.step):
+                self._prove(driver, checkpoint.path, checkpoint.step)
         steps = self.spec.run.steps
         left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}; --set run.steps=N continues"
         self.progress.message(f"resumed from {checkpoint.path}{left}")

@@ -259,7 +259,7 @@ def score(prompt, completion, row):
 
 
 def test_an_evaluation_that_was_interrupted_is_made_up_for(spec, tmp_path):
-    """Its step is saved: a resume begins behind it."""
+    """Its step is saved: a resume begins behind it, and proves what was killed while it was proven."""
     for answer in ("learned", "held out"):
         (tmp_path / f"{answer}.jsonl").write_text(json.dumps({"prompt": "4231", "answer": answer}) + "\n")
     (tmp_path / "slow.py").write_text(NEVER_ENDS)
@@ -274,8 +274,12 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(spec, tmp_path):
     driver.send_signal(signal.SIGINT)
     driver.communicate(timeout=200)
     assert (driver.returncode, steps_done(run)) == (130, 3)
-    before = metrics(run)
+    before, saved = metrics(run), run / "checkpoints" / "step_000003"
+    manifest = json.loads((saved / "manifest.json").read_text())
+    del manifest["files"]["actor/greedy_proof.json"]
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "proven": False}))
     finish("train", run, "--resume")
+    assert json.loads((saved / "manifest.json").read_text())["proven"]
     after, evaluated = metrics(run), read_samples(run / "eval.jsonl")
     assert [line["step"] for line in evaluated] == [0, 3]
     assert after == [*before[:-1], before[-1] | after[-1]]
