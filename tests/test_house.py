@@ -51,15 +51,15 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_326,
+        6_335,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
     "schema": (5_141, 4_300, ("specs/schema",)),
     "memory": (1_110, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_650, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_450, 2_000, ("rlctl/show",)),
-    "run": (3_210, 2_200, ("rlctl/run",)),
+    "show": (2_469, 2_000, ("rlctl/show",)),
+    "run": (3_228, 2_200, ("rlctl/run",)),
     "grading": (1_615, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         4_023,
@@ -67,11 +67,11 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_409, 15_000, ("backends",)),
-    "four packages": (60_265, 50_000, WINGS),
+    "engines, packing, weights": (16_423, 15_000, ("backends",)),
+    "four packages": (60_329, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (47_813, 38_000, ("tests",)),
-    "docs": (3_925, 3_500, ("docs",)),
+    "tests with their cases": (47_955, 38_000, ("tests",)),
+    "docs": (3_712, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
