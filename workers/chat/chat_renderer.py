@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backends.hf import chat_template_process
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 RENDER_S = 10.0  # for one conversation
 MEMORY_MIB = 1024  # beyond what its libraries take
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them, whichever a template names
 
 
 class ChatTemplateError(ValueError):
@@ -55,6 +57,40 @@ def _shown_by_python(value: Any, text: str) -> bool:
     return literal in text and literal != json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _marked(message: Mapping[str, Any], mark: str, learned: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a message with marks in the place of what a template has to write, and what each stands for."""
+    found: dict[str, str] = {}
+
+    def put(value: Any, what: str) -> Any:
+        if isinstance(value, list):
+            return [put(part, what) for part in value]
+        if isinstance(value, dict) and "text" in value:
+            return {**value, "text": put(value["text"], what)}
+        if not isinstance(value, str) or not value.strip():
+            return value
+        found[text := f"{mark}{len(found)}."] = what
+        return text
+
+    def called(call: Any) -> Any:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            return call
+        what = f"its call of {function.get('name')}: use a model whose template writes it"
+        renamed = {**function, "name": put(function.get("name"), what)}
+        return {**call, "function": renamed} if "function" in call else renamed
+
+    made, calls, content = {**message}, message.get("tool_calls"), message.get("content")
+    if isinstance(calls, list):
+        made["tool_calls"] = [called(call) for call in calls]
+    if learned or not calls:
+        form = f"content as {'one text' if isinstance(content, str) else 'parts'}{', beside calls' if calls else ''}"
+        made["content"] = put(content, f"what it says (role {message['role']}, {form}): give it another role or form")
+    if learned and (thoughts := [key for key in _THOUGHTS if message.get(key)]):
+        thought = put(message[thoughts[0]], f"its {thoughts[0]}, which is to be learned: leave the key out")
+        made |= dict.fromkeys(thoughts, thought)
+    return made, found
+
+
 class ChatRenderer:
     """A chat template in its process, which starts with the first conversation. Use as a context manager.
 
@@ -81,6 +117,7 @@ class ChatRenderer:
             "memory_MiB": MEMORY_MIB,
         }
         self._process: subprocess.Popen[str] | None = None
+        self._written: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> ChatRenderer:
         return self
@@ -110,6 +147,24 @@ class ChatRenderer:
                 why = f"the chat template takes no content in parts, and would write {str(content)[:40]}…"
                 raise ChatTemplateError(f"{why}: make it one text")
         return text
+
+    def check_written(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, learned: Collection[int] = ()
+    ) -> None:
+        """Raise ChatTemplateError where the template leaves out what one of the messages says: some know no developer,
+        take contents as one text alone or in parts alone, or write a single call. `learned`: the numbers of those whose
+        reasoning, and text beside calls, must be there too. Each kind of message is tried once, with marks."""
+        marked, found, kinds, mark = [*messages], dict[str, str](), set(), secrets.token_hex(12)
+        for n, message in enumerate(messages):
+            said, texts = _marked(message, f"{mark}{n}.", n in learned)
+            if (kind := (n == 0, *texts.values())) not in self._written:
+                marked[n] = said
+                found |= {text: f"message {n}: the chat template leaves out {what}" for text, what in texts.items()}
+                kinds.add(kind)
+        text = self.render(marked, begins_answer=messages[-1]["role"] != "assistant", tools=tools) if found else ""
+        if lost := next((why for one, why in found.items() if one not in text), ""):
+            raise ChatTemplateError(lost)
+        self._written |= kinds
 
     def close(self) -> None:
         process, self._process = self._process, None

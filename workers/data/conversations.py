@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,28 +92,26 @@ def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: i
     return found
 
 
-def _called(message: Message) -> Iterator[str]:
-    """Yield the names of the functions that a message calls."""
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            yield function["name"]
-
-
 def plain(message: Message) -> Message:
     """Return a message as a template is given it."""
     return {key: value for key, value in message.items() if key != "train"}
 
 
-def rendered(
-    chats: ChatRenderer, messages: Sequence[Message], *, begins_answer: bool, tools: Sequence[Any] | None
-) -> str:
-    """Return messages as the template writes them. Raises BadRow where it refuses them."""
+@contextmanager
+def _refusals() -> Iterator[None]:
     try:
-        return chats.render(messages, begins_answer=begins_answer, tools=tools)
+        yield
     except ChatTemplateError as error:
         raise BadRow(str(error)) from error
+
+
+def rendered(chats: ChatRenderer, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    """Return messages as the template writes them, up to where an answer begins. Raises BadRow where it refuses them or
+    leaves one out."""
+    with _refusals():
+        text = chats.render(messages, tools=tools)
+        chats.check_written(messages, tools=tools)
+    return text
 
 
 def learned_text(
@@ -132,13 +131,12 @@ def learned_text(
     said = [plain(message) for message in messages]
 
     def render(count: int, *, begins_answer: bool = False) -> str:
-        return rendered(chats, said[:count], begins_answer=begins_answer, tools=tools)
+        with _refusals():
+            return chats.render(said[:count], begins_answer=begins_answer, tools=tools)
 
     whole = render(len(said))
-    if learned is None:
-        return LearnedText(whole, [(0, len(whole))])
-    spans = []
-    for number in learned:
+    spans = [(0, len(whole))] if learned is None else []
+    for number in learned or ():
         if not number:
             raise BadRow("message 0: nothing comes before it, so that what the template puts there would be learned")
         before = render(number, begins_answer=said[number]["role"] == ASSISTANT)
@@ -157,11 +155,9 @@ def learned_text(
         end = len(before) + len(text) if ends_turn(text) else len(until)
         if not text:
             raise BadRow(f"message {number}: the chat template writes nothing for it")
-        if left_out := [name for name in _called(said[number]) if name not in text]:
-            raise BadRow(
-                f"message {number}: the chat template leaves out its call of {left_out[0]}, which is to be learned"
-            )
         spans.append((len(before), end))
+    with _refusals():
+        chats.check_written(said, tools=tools, learned=learned or ())
     return LearnedText(whole, spans)
 
 

@@ -280,7 +280,7 @@ class ExampleReader:
             if not tokens:
                 raise BadRow("the prompt has no tokens: the tokenizer drops all of its characters")
             return RowPrompt(asked, tokens)
-        text = rendered(self._template(), asked, begins_answer=True, tools=self._tools(row.values))
+        text = rendered(self._template(), asked, self._tools(row.values))
         return RowPrompt(text, self._located(text)[0])
 
     def asked(self, values: Mapping[str, Any], *, chat: bool) -> str | list[Message]:

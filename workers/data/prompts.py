@@ -13,8 +13,8 @@ from specs.errors import DataError
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
-from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
-from workers.data.conversations import BadRow, checked_messages, tools_of
+from workers.chat.chat_renderer import ChatRenderer
+from workers.data.conversations import BadRow, checked_messages, rendered, tools_of
 from workers.data.row_source import DataRow, DroppedRows
 from workers.joined_text import TextTokens, begun
 
@@ -99,8 +99,8 @@ def read_table(
         return {"messages": messages_of(prompt_of(values, data), data), "tools": tools}
 
     table.conversation = conversation
-    rendered = _rendered(table, rows, reader, chats)
-    while chunk := list(islice(rendered, ENCODE_ROWS)):
+    texts_of_rows = _rendered(table, rows, reader, chats)
+    while chunk := list(islice(texts_of_rows, ENCODE_ROWS)):
         texts = [text for _, text in chunk]
         encoded = begun(codec, texts) if chats is None else codec.encode(texts, rendered=True)
         for (row, text), ids in zip(chunk, encoded, strict=True):
@@ -115,23 +115,17 @@ def _rendered(
     for row in rows:
         try:
             prompt = reader.prompt(row)
-            text = (
-                prompt if isinstance(prompt, str) else _render(prompt, chats, tools_of(row.values, reader.tools_column))
-            )
+            if isinstance(prompt, str):
+                text = prompt
+            else:
+                assert chats is not None, "messages are for a chat template"
+                text = rendered(chats, prompt, tools_of(row.values, reader.tools_column))
             if not text:
                 raise BadRow("the prompt is empty")
         except BadRow as error:
             table.drop_bad(row, str(error), reader.data.bad_rows)
         else:
             yield row, text
-
-
-def _render(messages: Messages, chats: ChatRenderer | None, tools: Sequence[Any] | None) -> str:
-    assert chats is not None, "messages are for a chat template"
-    try:
-        return chats.render(messages, tools=tools)
-    except ChatTemplateError as error:
-        raise BadRow(str(error)) from error
 
 
 def uses_chat(data: DataSection, codec: TextCodec) -> bool:

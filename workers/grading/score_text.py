@@ -59,7 +59,9 @@ class ScoreTexts:
         messages = request.messages or [{"role": "user", "content": request.prompt}]
         try:
             conversation = [*messages, {"role": "assistant", "content": request.completion}]
-            return chats.render(conversation, begins_answer=False, tools=request.tools)
+            text = chats.render(conversation, begins_answer=False, tools=request.tools)
+            chats.check_written(conversation, tools=request.tools)
+            return text
         except ChatTemplateError as error:
             return Grade(cause="model_template", text=f"reward model {self.config.path}: {error}")
 

@@ -82,6 +82,26 @@ def test_content_in_parts_is_never_written_as_python_writes_a_list() -> None:
             chats.render(parts)
 
 
+@pytest.mark.parametrize(
+    ("template", "content", "why"),
+    [
+        # As Qwen3's, which writes nothing for a list; as those of models that see, which take nothing else; the first.
+        ("{{ m.content if m.content is string }}", [{"type": "text", "text": "Q"}], "content as parts"),
+        ("{% for p in m.content %}{{ p.text }}{% endfor %}", "Q", "content as one text"),
+        ("{{ m.content[0].text }}", [{"type": "text", "text": "Q"}, {"type": "text", "text": "R"}], "content as parts"),
+        ("{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}", None, "role developer"),
+    ],
+)
+def test_what_a_template_leaves_out_is_seen(template: str, content: Any, why: str) -> None:
+    messages = [{"role": "user", "content": content}] if content else [{"role": "developer", "content": "D"}, *ASKED]
+    why = f"message 0: the chat template leaves out what it says.*{why}"
+    leaves_out = ChatRenderer(f"{{% for m in messages %}}{template}{{% endfor %}}", {}, library=False)
+    with leaves_out as chats, pytest.raises(ChatTemplateError, match=why):
+        chats.check_written(messages, tools=None)
+    with ChatRenderer("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", {}, library=False) as chats:
+        chats.check_written([*messages, {"role": "tool", "content": {"a": 1}}], tools=None)
+
+
 @pytest.mark.parametrize("in_one_file", [False, True])
 def test_of_several_templates_tools_take_the_one_that_writes_them(in_one_file: bool, tmp_path: Path) -> None:
     tokenizer = load_codec(str(BUILTIN_FOLDER / "tiny-bytes")).tokenizer

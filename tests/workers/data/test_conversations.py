@@ -133,6 +133,31 @@ def test_a_template_that_leaves_calls_out_is_refused() -> None:
             learned(CHATML, "assistant", messages)
 
 
+def test_a_template_that_leaves_some_of_what_learns_out_is_refused() -> None:
+    one_call = CHATML.replace("{{ m.content }}", "{{ m.tool_calls[0].name if m.tool_calls else m.content }}")
+    call = {"name": "add", "arguments": {}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert learned(one_call, "assistant", [TALK[1], said]) == ["add<|im_end|>"]
+    for more, why in (
+        ({"tool_calls": [call, call]}, "its call of add"),
+        ({"content": "let me add"}, "what it says .*beside calls"),
+        ({"tool_calls": None, "content": "1", "reasoning_content": "hm"}, "its reasoning_content, which is to be"),
+    ):
+        with pytest.raises(BadRow, match=f"message 1: the chat template leaves out {why}"):
+            learned(one_call, "assistant", [TALK[1], said | more])
+    for more in ({"content": "let me add"}, {"reasoning_content": "hm"}):
+        assert learned(one_call, "last_assistant", [TALK[1], said | more, *TALK[3:]]) == ["2<|im_end|>"]
+
+
+def test_a_template_that_leaves_a_message_out_is_refused() -> None:
+    knows_two = "{% for m in messages if m.role != 'developer' %}" + CHATML.removeprefix("{% for m in messages %}")
+    with pytest.raises(BadRow, match=r"message 0: the chat template leaves out what it says.*developer"):
+        learned(knows_two, "assistant", [{"role": "developer", "content": "be brief"}, *TALK[1:3]])
+    takes_text = CHATML.replace("m.content", "m.content if m.content is string")
+    with pytest.raises(BadRow, match=r"message 1: the chat template leaves out what it says.*content as parts"):
+        learned(takes_text, "assistant", [TALK[1], {"role": "assistant", "content": [{"type": "text", "text": "1"}]}])
+
+
 def test_a_token_across_the_end_of_what_is_learned_is_refused() -> None:
     text = LearnedText("ab cd", [(3, 5)])
     assert mask_of([(0, 2), (2, 3), (3, 4), (4, 5)], text) == [0, 0, 1, 1]
