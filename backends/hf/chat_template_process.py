@@ -14,6 +14,7 @@ from datetime import datetime, tzinfo
 from typing import Any
 
 MAX_CHARACTERS = 1 << 24  # of a rendered conversation
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message; a template reads any that it names
 
 Render = Callable[[list[Any], bool, list[Any] | None], str]
 
@@ -101,13 +102,16 @@ def _with_jinja(setup: Mapping[str, Any]) -> Render:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+    environment.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
     clock = _clock(setup)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: clock.now().strftime(form)}
     compiled = {text: environment.from_string(text) for text in setup["templates"]}  # once, where both are the same
 
     def render(messages: list[Any], begins_answer: bool, tools: list[Any] | None) -> str:
         given = [{key: value for key, value in one.items() if value is not None} for one in messages]
+        for one in given:
+            if thought := [one[key] for key in THOUGHTS if key in one]:
+                one.update({"thinking": thought[0], **one, "reasoning_content": thought[0]})
         return compiled[setup["templates"][tools is not None]].render(
             messages=given,
             tools=tools,

@@ -11,7 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backends.hf import chat_template_process
@@ -23,32 +23,30 @@ if TYPE_CHECKING:
 
 RENDER_S = 10.0  # for one conversation
 MEMORY_MIB = 1024  # beyond what its libraries take
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them, whichever a template names
 
 
 class ChatTemplateError(ValueError):
     """The chat template refused a list of messages."""
 
 
-def _with_objects(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
-    """Return messages whose calls have their arguments as objects, which most templates write as JSON, where they were
-    JSON as OpenAI's are; and these objects."""
-    objects = []
+def _with_arguments(messages: Sequence[Mapping[str, Any]], write: Callable[[Any], Any]) -> list[Mapping[str, Any]]:
+    """Return messages whose calls have their arguments as `write` gives them."""
 
     def called(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        if not isinstance(function, dict) or "arguments" not in function:
             return call
-        if (parsed := object_of(function["arguments"] or "{}")) is None:
-            return call
-        objects.append(parsed)
-        return {**call, "function": {**function, "arguments": parsed}}
+        return {**call, "function": {**function, "arguments": write(function["arguments"])}}
 
     given: list[Mapping[str, Any]] = []
     for message in messages:
         calls = message.get("tool_calls")
         given.append({**message, "tool_calls": [called(one) for one in calls]} if isinstance(calls, list) else message)
-    return given, objects
+    return given
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _shown_by_python(value: Any, text: str) -> bool:
@@ -85,7 +83,7 @@ def _marked(message: Mapping[str, Any], mark: str, learned: bool) -> tuple[dict[
     if learned or not calls:
         form = f"content as {'one text' if isinstance(content, str) else 'parts'}{', beside calls' if calls else ''}"
         made["content"] = put(content, f"what it says (role {message['role']}, {form}): give it another role or form")
-    if learned and (thoughts := [key for key in _THOUGHTS if message.get(key)]):
+    if learned and (thoughts := [key for key in chat_template_process.THOUGHTS if message.get(key)]):
         thought = put(message[thoughts[0]], f"its {thoughts[0]}, which is to be learned: leave the key out")
         made |= dict.fromkeys(thoughts, thought)
     return made, found
@@ -133,10 +131,21 @@ class ChatRenderer:
         Raises ChatTemplateError when the template refuses the messages, and ModelError when it cannot be used at all:
         it is no Jinja, does what the sandbox forbids, or takes too long or too much memory.
         """
-        given, objects = _with_objects(messages)
+        objects = []
+
+        def as_object(arguments: Any) -> Any:
+            parsed = object_of(arguments or "{}") if isinstance(arguments, str) else arguments
+            if not isinstance(parsed, dict):
+                return arguments
+            objects.append(parsed)
+            return parsed
+
+        # Most templates write arguments as JSON, where they are objects; some take JSON alone, as OpenAI's are.
+        given = _with_arguments(messages, as_object)
         reply = self._ask({"messages": given, "begins_answer": begins_answer, "tools": tools})
         if objects and ("refused" in reply or any(_shown_by_python(one, reply.get("text", "")) for one in objects)):
-            reply = self._ask({"messages": list(messages), "begins_answer": begins_answer, "tools": tools})
+            given = _with_arguments(messages, _as_text)
+            reply = self._ask({"messages": given, "begins_answer": begins_answer, "tools": tools})
         if "refused" in reply:
             raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
         if "broken" in reply:

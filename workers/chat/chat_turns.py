@@ -79,6 +79,7 @@ class ChatTurns:
         functions = [tool["function"] for tool in tools]
         self._schemas = {one["name"]: one.get("parameters", {}).get("properties") or {} for one in functions}
         self._asked = renderer.render(_ASKED, tools=self._tools)
+        self._opened = self._asked.rstrip().endswith("<think>")
         # A prompt that has closed the model's thinking wants none.
         thinks = "</think>" in self._template and not self._asked.rstrip().endswith("</think>")
         self._thought = f"<think>\n{self._mark}thought\n</think>" if thinks else ""
@@ -124,7 +125,8 @@ class ChatTurns:
             said = said[:-1]
         text = self._text(said)
         thought, closed, rest = text.partition("</think>")
-        thought, rest = (thought, rest) if closed else ("", text)
+        if not self._opened and "<think>" not in thought:
+            thought, closed, rest = "", "", text
         found = self._format.parse(rest, self._schemas) if self._format else ParsedCalls(rest)
         if len(found.calls) > 1 and not self._parallel:
             found = ParsedCalls(rest, error="Only one tool can be called in a turn: call them one after another.")
@@ -166,8 +168,7 @@ class ChatTurns:
         and the reply the user's. Raises ModelError where another call is read, or the tokens are not what the template
         writes."""
         said, role = ParsedCalls("", (call,)) if call else ParsedCalls(f"\n\n{answer}"), "tool" if call else "user"
-        opened = self._asked.rstrip().endswith("<think>")
-        script = self._message("<think>\nI know how.\n</think>" if opened else "", said)
+        script = self._message("<think>\nI know how.\n</think>" if self._opened else "", said)
         head = self._render([*messages, script, _reply(role, reply, call)], len(messages) + 1)[0]
         before, end = self._whole(messages), self._text([self._style(role).end])
         if not head.startswith(before):

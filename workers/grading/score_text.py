@@ -59,9 +59,7 @@ class ScoreTexts:
         messages = request.messages or [{"role": "user", "content": request.prompt}]
         try:
             conversation = [*messages, {"role": "assistant", "content": request.completion}]
-            text = chats.render(conversation, begins_answer=False, tools=request.tools)
-            chats.check_written(conversation, tools=request.tools)
-            return text
+            return chats.render(conversation, begins_answer=False, tools=request.tools)
         except ChatTemplateError as error:
             return Grade(cause="model_template", text=f"reward model {self.config.path}: {error}")
 

@@ -102,6 +102,14 @@ def test_what_a_template_leaves_out_is_seen(template: str, content: Any, why: st
         chats.check_written([*messages, {"role": "tool", "content": {"a": 1}}], tools=None)
 
 
+@pytest.mark.parametrize("library", [False, True])
+def test_what_transformers_gives_a_template_is_there_without_it(library: bool) -> None:
+    template = "{{ messages[0].reasoning_content }} {{ messages[0].thinking | tojson(ensure_ascii=false) }}"
+    with ChatRenderer(template, {}, library=library) as chats:
+        for key in ("reasoning_content", "thinking", "reasoning"):
+            assert chats.render([{"role": "assistant", key: "é"}]) == 'é "é"'
+
+
 @pytest.mark.parametrize("in_one_file", [False, True])
 def test_of_several_templates_tools_take_the_one_that_writes_them(in_one_file: bool, tmp_path: Path) -> None:
     tokenizer = load_codec(str(BUILTIN_FOLDER / "tiny-bytes")).tokenizer

@@ -501,7 +501,7 @@ def test_a_template_that_cannot_hold_the_conversation_is_refused(template: str, 
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        (broken("arguments | tojson", "arguments | string"), "cannot be read back: .*not JSON"),
+        (broken("arguments | tojson", "arguments | tojson | replace('\"', '*')"), "cannot be read back: .*not JSON"),
         (broken("c.function.name", "c.function.name | upper"), "cannot be read back"),
         (f"{{{{ messages | length }}}}{QWEN25}", "what comes before a turn otherwise"),
         (broken("'<tool_call>\\n{\"name", "c.id + '<tool_call>\\n{\"name"), "otherwise than one after another"),
@@ -551,11 +551,11 @@ def test_thinking_that_the_prompt_opens(template: str) -> None:
 
 def test_what_names_the_end_of_thinking_is_no_thought() -> None:
     with conversation(QWEN3, plain=THINK) as (chat, codec):
-        turn = chat.read(
-            ids_of(codec, FIRST + '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>')
-        )
-        assert [call.arguments for call in turn.calls] == [{"a": "</think>"}]
-        assert turn.message["reasoning_content"] == "Two sums."
+        for thought in ("Two sums.", None):
+            call = '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>'
+            turn = chat.read(ids_of(codec, f"{FIRST if thought else ''}{call}"))
+            assert [call.arguments for call in turn.calls] == [{"a": "</think>"}]
+            assert turn.message.get("reasoning_content") == thought
 
 
 def test_a_special_token_that_closes_an_answer_is_not_its_end() -> None:

@@ -113,7 +113,7 @@ def test_tools_reach_the_template() -> None:
     ],
 )
 def test_arguments_of_calls_are_written_once_as_json(writes: str, wanted: str) -> None:
-    """OpenAI's are JSON in a text. Most templates write objects as JSON; others take text alone."""
+    """OpenAI's are JSON in a text, others' objects. Most templates write objects as JSON; some take text alone."""
     template = (
         "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}{% set f = c.function %}{{ f.name }}"
         + writes
@@ -123,6 +123,8 @@ def test_arguments_of_calls_are_written_once_as_json(writes: str, wanted: str) -
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
     assert learned(template, "assistant", messages) == [f"add{wanted}<|end|>"]
     assert call["function"] == {"name": "add", "arguments": '{"a":1}'}, "the row stays"
+    call["function"] = {"name": "add", "arguments": {"a": 1}}
+    assert learned(template, "assistant", messages) == ['add{"a": 1}<|end|>']
 
 
 def test_a_template_that_leaves_calls_out_is_refused() -> None:
