@@ -27,20 +27,24 @@ def runs(folder: Path, *, as_json: bool = False) -> int:
     found = sorted({file.parent for depth in DEPTHS for file in folder.glob(f"{depth}resolved.json")})
     if not found:
         raise UsageError(f"{folder} holds no runs", hint="name the folder that run.dir names: rlctl runs DIR")
-    rows = []
+    rows = list[dict[str, Any]]()
     for run in found:
         reached, about, journal = outcome(run), read_or_empty(newest(run, "resolved")), read_journal(run)
         steps, recipe = (value_at(about, f"run.{key}") for key in ("steps", "recipe"))
         if is_evaluation(journal):
             steps, recipe = None, "eval"
         row = {"run": _name(run, folder), "recipe": recipe or "rl", "state": _state(run, journal), "step": reached.step}
-        rows.append({**row, "steps": steps, "reward": reached.score, "when": _last_written(run)})
+        scored = {"reward": reached.score, "metric": reached.scored.word}
+        rows.append({**row, "steps": steps, **scored, "when": _last_written(run)})
     if as_json:
         print(json_text(rows))
         return 0
-    shown = [{**row, "step": of_steps(row["step"], row["steps"]), "reward": number(row["reward"])} for row in rows]
     heads = ("run", "recipe", "state", "step", "reward", "when")
-    table = columns(heads, [[row[head] for head in heads] for row in shown], left=3)
+    for row in rows:
+        row["step"] = of_steps(row["step"], row["steps"])
+        what = "" if row["metric"] == "reward" else f" {row['metric']}"
+        row["reward"] = f"{number(row['reward'])}{what}"
+    table = columns(heads, [[row[head] for head in heads] for row in rows], left=3)
     Screen(outlives=True).print(Text(table), soft_wrap=True)
     return 0
 

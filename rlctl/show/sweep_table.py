@@ -44,13 +44,13 @@ class Trial:
 @dataclass(frozen=True)
 class Outcome:
     """Say what a run reached. `score`: its last evaluation, else the mean of `shown` over the last tenth of its
-    steps; `falls`: whether less of it is better."""
+    steps; `scored`: what that is."""
 
     step: int
     score: float | None
     metrics: Mapping[str, Any]
     shown: eval_keys.Headline
-    falls: bool
+    scored: eval_keys.Headline
 
 
 def outcome(run_dir: Path) -> Outcome:
@@ -63,8 +63,8 @@ def outcome(run_dir: Path) -> Outcome:
     shown = eval_keys.headline(records)
     score = drawable(metrics[evaluations[0]]) if evaluations else final(records, shown.key, 1.0)
     metric = evaluations[0].rpartition("/")[2] if evaluations else shown.metric
-    falls = any(each.falls for each in eval_keys.HEADLINES if each.metric == metric)
-    return Outcome(records[-1]["step"] if records else 0, score, metrics, shown, falls)
+    scored = next(each for each in eval_keys.HEADLINES if each.metric == metric)
+    return Outcome(records[-1]["step"] if records else 0, score, metrics, shown, scored)
 
 
 def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
@@ -180,7 +180,7 @@ class SweepTable:
         return sorted(found, key=lambda pair: _worth(pair[1]), reverse=True)
 
     def _over_seeds(self, ranked: Sequence[tuple[Trial, Outcome]]) -> str:
-        others, rises = [key for key in self.keys if key != SEED], not ranked[0][1].falls
+        others, rises = [key for key in self.keys if key != SEED], not ranked[0][1].scored.falls
         scores: dict[tuple[str, ...], list[float]] = {}
         for trial, found in ranked:
             if trial.state in DONE and found.score is not None:
@@ -196,7 +196,7 @@ def _worth(found: Outcome) -> float:
     """Return a number that is higher for a better run; lowest where it took no step: its score is of the beginning."""
     if found.score is None or not found.step:
         return -math.inf
-    return -found.score if found.falls else found.score
+    return -found.score if found.scored.falls else found.score
 
 
 def _last_words(log: Path) -> list[str]:

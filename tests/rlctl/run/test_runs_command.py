@@ -53,6 +53,12 @@ def test_each_run_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (first["run"], first["step"], first["steps"], first["reward"]) == ("a", 9, 9, 0.9)
 
 
+def test_a_number_that_is_no_reward_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_in(tmp_path / "tuned", 9) / "metrics.jsonl").write_text('{"step": 9, "actor/loss": 0.25}\n')
+    runs(tmp_path)
+    assert "9/9  0.250 loss  " in capsys.readouterr().out
+
+
 def test_a_run_with_a_list_for_its_reward_takes_no_other_line_along(tmp_path: Path, capsys) -> None:
     run_in(tmp_path / "a", 9, "done")
     (run_in(tmp_path / "b", 0) / "metrics.jsonl").write_text('{"step": 1, "eval/heldout/reward_mean": [1, 2]}\n')
