@@ -16,8 +16,12 @@ LAYER_KINDS = (
 )
 _WITHOUT_CACHE = STATE_KINDS - {"hybrid"} | {"mlp", "moe"}
 _OF_NEMOTRON = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-# What published configs of a language model that is a part leave out: Gemma 3 4B all of this, 27B the vocabulary.
-_OF_A_PART = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}}
+# What published configs of a language model that is a part leave out: Gemma 3 4B all of this, 27B two of them.
+_OF_A_PART = {
+    "gemma3_text": {
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, "max_position_embeddings": 131072}
+    }
+}
 _STATE_KEYS = ("mamba_", "ssm_", "linear_conv_")  # of configs that list no kinds of layers
 
 
@@ -198,8 +202,9 @@ def mlp_width(facts: ModelFacts, config: Mapping[str, Any]) -> int:
 
 def positions_of(config: Mapping[str, Any]) -> int:
     """Return how many positions a sequence may have by a `config.json`, or by one that transformers has filled in; 0:
-    no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised.
-    Dynamic scaling does not count: beyond them it depends on the longest sequence of a batch."""
+    no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised, which
+    that of Gemma 3 always is. Dynamic scaling does not count: beyond them it depends on the longest sequence of a
+    batch."""
     merged = merged_config(config)
     given = merged.get("max_position_embeddings", merged.get("n_positions"))
     positions = given if type(given) is int and given > 0 else 0
@@ -207,7 +212,8 @@ def positions_of(config: Mapping[str, Any]) -> int:
     if not isinstance(rope, Mapping):
         return positions
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
-    if kind not in ("yarn", "linear") or not isinstance(factor, int | float):
+    raised = merged.get("model_type") == "gemma3_text"
+    if raised or kind not in ("yarn", "linear") or not isinstance(factor, int | float):
         return positions
     before = rope.get("original_max_position_embeddings") if kind == "yarn" else None
     return max(positions, int(factor * (before if isinstance(before, int) else positions)))

@@ -38,6 +38,9 @@ def test_what_gemma_3_leaves_out_of_its_text_config_is_known() -> None:
     assert facts is not None
     shape = facts.heads, facts.kv_heads, facts.head_dim, facts.vocab_size, facts.tied_embeddings
     assert shape == (8, 4, 256, 262208, True)
+    scaled = {**text, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert positions_of({"model_type": "gemma3", "text_config": scaled}) == 131072  # as transformers' own config says
+    assert positions_of({**scaled, "max_position_embeddings": 32768}) == 32768
 
 
 LAYERS = {"hidden_size": 64, "num_attention_heads": 4}
