@@ -107,8 +107,8 @@ class ModelFacts:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of each layer, as a merged config lists them or as those of Nemotron-H, Qwen3-Next and LFM2 are
-    published; empty where nothing says it."""
+    """Return the kind of each layer, as a merged config lists them or as those of Nemotron-H, Qwen3-Next, LFM2 and
+    Bamba are published; empty where nothing says it."""
     if listed := config.get("layer_types") or config.get("layers_block_type"):
         return [*map(str, listed)]
     if pattern := config.get("hybrid_override_pattern"):
@@ -119,6 +119,8 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
         return ["linear_attention" if (number + 1) % every else "full_attention" for number in layers]
     if (whole := config.get("full_attn_idxs")) is not None:
         return ["full_attention" if number in whole else "conv" for number in layers]
+    if (whole := config.get("attn_layer_indices")) is not None:
+        return ["full_attention" if number in whole else "mamba" for number in layers]
     return []
 
 
@@ -140,7 +142,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         return None
     window, kind = number("sliding_window"), str(merged.get("model_type", ""))
     with_state = sum(one in STATE_KINDS for one in kinds)
-    if not with_state and any(key.startswith(_STATE_KEYS) for key in merged):
+    if not kinds and any(key.startswith(_STATE_KEYS) for key in merged):
         with_state = layers
     latent = number("qk_nope_head_dim") + number("qk_rope_head_dim") + number("v_head_dim")
     tied = merged.get("tie_word_embeddings", kind in _TIED)
@@ -175,10 +177,11 @@ def _state_shape(config: Mapping[str, Any], number: Callable[..., int]) -> State
         return StateShape(heads, key, value, number("linear_num_key_heads") * key, number("linear_conv_kernel_dim"), 64)
     if heads := number("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"):
         key, kernel = number("mamba_d_state", "ssm_state_size"), number("mamba_d_conv", "conv_kernel")
-        keys = key * max(1, number("mamba_n_groups", "n_groups"))
+        keys = key * max(1, number("mamba_n_groups", "n_groups", "mamba_ngroups"))
         chunk = number("mamba_chunk_size", "chunk_size") or 256
         norms = config.get("mamba_rms_norm", True) is not False
-        return StateShape(heads, key, number("mamba_d_head", "mamba_head_dim"), keys, kernel, chunk, True, norms)
+        value = number("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+        return StateShape(heads, key, value, keys, kernel, chunk, True, norms)
     return StateShape(0, 0, number("hidden_size"), 0, number("conv_L_cache"))
 
 

@@ -53,6 +53,8 @@ LAYERS = {"hidden_size": 64, "num_attention_heads": 4}
         ({"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3}, 10, 6),
         ({"num_hidden_layers": 9, "hybrid_override_pattern": "M-M-M*-ME", "ssm_state_size": 8}, 4, 1),
         ({"layers_block_type": ["mamba", "mlp", "attention", "moe"], "ssm_state_size": 8}, 1, 1),
+        ({"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27], "mamba_d_state": 128}, 29, 3),
+        ({"num_hidden_layers": 2, "layer_types": ["attention", "attention"], "mamba_d_state": 128}, 0, 2),  # Granite 4
     ],
 )
 def test_layers_with_a_state_and_with_a_cache_are_told_apart(config: dict[str, Any], state: int, cached: int) -> None:
@@ -60,6 +62,13 @@ def test_layers_with_a_state_and_with_a_cache_are_told_apart(config: dict[str, A
     facts = model_facts({**LAYERS, **config})
     assert facts is not None
     assert (facts.state_layers, facts.cached_layers) == (state, cached)
+
+
+def test_zambas_names_of_a_state_are_known() -> None:
+    sizes = {"n_mamba_heads": 8, "mamba_d_state": 4, "mamba_headdim": 16, "mamba_ngroups": 2, "mamba_d_conv": 3}
+    facts = model_facts({**LAYERS, "layers_block_type": ["mamba", "hybrid"], **sizes})
+    assert facts is not None
+    assert facts.state.size == 8 * 4 * 16 + (2 * 4 * 2 + 8 * 16) * 3
 
 
 @pytest.mark.parametrize("name", ["num_experts_per_tok", "moe_k", "top_k_experts"])
