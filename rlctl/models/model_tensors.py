@@ -50,6 +50,7 @@ _FAMILIES = {
     "phi3": _Family(fused=True),
 }
 KNOWN_FAMILIES = tuple(_FAMILIES)
+_NOT_LINEAR = re.compile(r"(?<!un)emb|\bw[tp]e\b|head\.|score\.|\.(gate|router)\.weight$")
 
 
 def tensors_of_config(config: Mapping[str, Any]) -> ModelTensors | None:
@@ -161,7 +162,9 @@ def tensors_on_disk(folder: Path, config: Mapping[str, Any]) -> ModelTensors | N
 
 
 def _stored(name: str, shape: Shape) -> ParameterShape:
-    """Return a parameter of which only name and shape are known: these tell its layer, and whether that is linear."""
+    """Return a parameter of which only name and shape are known: these tell its layer, and whether that is linear: not
+    an embedding, a head or a router."""
     found = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
     layer = int(found[1]) if found else None
-    return ParameterShape(name, shape, layer, linear=layer is not None and len(shape) == 2)
+    other = _NOT_LINEAR.search(name) is not None
+    return ParameterShape(name, shape, layer, linear=len(shape) == 2 and name.endswith(".weight") and not other)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from small_spec import raw_spec
 from stock_model import write_family
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.initialization import no_init_weights
 
+from backends.hf.adapted_layers import chosen_layers
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.model_tensors import tensors_of_config, tensors_on_disk
 from specs.load.load import spec_from
@@ -111,6 +113,34 @@ def test_a_family_that_is_not_known_is_read_from_its_files(tmp_path: Path) -> No
     assert known is not None
     assert known.elements == sum(p.numel() for p in model.parameters())
     assert {p.layer for p in known.parameters} == {None, 0, 1, 2}
+
+
+OWN_LAYERS: dict[str, dict[str, Any]] = {
+    "granitemoe": shape("granitemoe", *SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "nemotron_h": FAMILIES["nemotron_h"].config,
+    "gemma3n_text": {
+        **shape("gemma3n_text", 32, 48, 2, 4, 2, 32, head_dim=8, hidden_size_per_layer_input=8, laurel_rank=4),
+        **{
+            "intermediate_size": [48, 48],
+            "vocab_size_per_layer_input": 32,
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 2,
+        },
+        **{"activation_sparsity_pattern": [0.0, 0.0], "layer_types": ["sliding_attention", "full_attention"]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_layers_that_take_adapters_are_told_by_names_in_the_files(tmp_path: Path, name: str) -> None:
+    """Routers do not, and layers outside the decoder's do."""
+    values = dict(OWN_LAYERS[name])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    model.save_pretrained(tmp_path)
+    known = tensors_on_disk(tmp_path, OWN_LAYERS[name])
+    assert known is not None
+    built = [tuple(model.get_submodule(name).weight.shape) for name in chosen_layers(model, ["all-linear"])]
+    assert sorted(p.shape for p in known.adaptable) == sorted(built)  # of Nemotron-H, files have names of their own
 
 
 def quantize(tensors: dict[str, Tensor], method: str) -> dict[str, Tensor]:
