@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,19 @@ def attention_function(implementation: str, module_class: type[nn.Module] | None
 def _name(function: object) -> str:
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__name__)
     return f"{module}.{name}"
+
+
+def refuse_own_attention(model: PreTrainedModel, decision: Decision) -> None:
+    """Raises ModelError where no code of a model knows transformers' AttentionInterface: the sequences of a packed row
+    would see each other. Flash attention is told their lengths."""
+    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+    knows = any("ALL_ATTENTION_FUNCTIONS" in getattr(forward, "__globals__", ()) for forward in forwards)
+    if decision.implementation not in FLASH and not knows:
+        raise ModelError(
+            f"{type(model).__name__} does not call attention through transformers' AttentionInterface, so sequences "
+            "cannot be packed",
+            hint="name a causal language model whose class does (Qwen, Llama, Gemma, …)",
+        )
 
 
 def refuse_a_swap(model: PreTrainedModel, decision: Decision) -> None:

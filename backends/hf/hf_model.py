@@ -22,7 +22,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from backends.hf.adapter_names import base_name, is_adapter
-from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap
+from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap, refuse_own_attention
 from backends.hf.language_model import KEY_MAPPING, language_model_config
 from backends.hf.model_shape import check_positions
 from backends.hf.recompute import recomputed_layers
@@ -91,6 +91,7 @@ def build_without_memory(config: ModelConfig) -> PreTrainedModel:
     packed_attention.install()
     with init_empty_weights(include_buffers=False):
         model = _from_config(config, hf_config, DTYPES[config.dtype], decision.implementation, draw=False)
+    refuse_own_attention(model, decision)
     refuse_a_swap(model, decision)
     state_layers.install(model)
     model.tie_weights()  # moving to meta unties tied weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from backends import memory
 from backends.protocol import Rank
 from backends.registry import rollout_engine, train_engine
 from backends.train.role_group import leave_group
+from specs.errors import ModelError
 from specs.schema.role_section import Lora
 from specs.wire.as_built import ModelBuilt
 
@@ -93,3 +95,15 @@ def test_nothing_has_memory(tmp_path: Path) -> None:
     assert said.model.mesh == {"replicate": 1, "shard": 64}
     assert memory.held_GiB("cpu") - before < 0.5
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_a_model_that_calls_attention_of_its_own(tmp_path: Path, role: str) -> None:
+    """No build would run it on packed rows, where its sequences would see each other."""
+    folder = write_model(tmp_path, {**LLAMA, "model_type": "falcon", "eos_token_id": 1})
+    if role == "rollout":
+        on_meta = partial(rollout_engine("torch").on_meta, rollout_config(folder, "torch", "fp32"))
+    else:
+        on_meta = partial(train_engine("fsdp2").on_meta, train_config(folder, "fsdp2"))
+    with pytest.raises(ModelError, match="FalconForCausalLM does not call attention through transformers' Attention"):
+        on_meta(Rank())
