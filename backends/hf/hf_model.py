@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap, refuse_own_attention
+from backends.hf.constant_parameters import constants_as_buffers
 from backends.hf.language_model import KEY_MAPPING, language_model_config
 from backends.hf.model_shape import check_positions
 from backends.hf.recompute import recomputed_layers
@@ -150,16 +151,17 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     made_by = auto_class(config.head, hf_config, config.path)
     try:
-        loaded = made_by.from_pretrained(
-            config.path,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=implementation,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            key_mapping=KEY_MAPPING,
-            ignore_mismatched_sizes=config.head != "lm",  # said in our own words
-        )
+        with constants_as_buffers():
+            loaded = made_by.from_pretrained(
+                config.path,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=implementation,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                key_mapping=KEY_MAPPING,
+                ignore_mismatched_sizes=config.head != "lm",  # said in our own words
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise _unusable(config, error) from None
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # because of `output_loading_info`
@@ -199,7 +201,7 @@ def _from_config(
         "trust_remote_code": config.trust_remote_code,
     }
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), constants_as_buffers():
             torch.manual_seed(config.seed)
             if draw:
                 model = made_by.from_config(hf_config, **kwargs)

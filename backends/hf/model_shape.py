@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from backends.hf.adapted_layers import chosen_layers, layer_sizes
 from backends.hf.adapter_names import down_of, up_of, wire_name
+from backends.hf.constant_parameters import constants_as_buffers
 from backends.hf.tokenizer import token_ids
 from backends.protocol import OnMeta, WeightSpec
 from backends.weights.tensor_bytes import DTYPES, named_weights, wire_dtype
@@ -58,7 +59,7 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
     layer that `lora` names."""
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-        with torch.device("meta"):
+        with torch.device("meta"), constants_as_buffers():
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
             )

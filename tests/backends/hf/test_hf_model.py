@@ -41,6 +41,27 @@ def test_loading_gives_the_saved_weights_and_description(tmp_path: Path) -> None
     )
 
 
+def test_what_a_class_never_trains_is_a_buffer_however_it_is_built(tmp_path: Path) -> None:
+    """Ernie's routers choose experts by a bias, which transformers reads from files as a parameter that learns: weight
+    decay would shrink it, and where it is not read, not all parameters would learn."""
+    moe = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0, "pad_token_id": 0}
+    config = model_config(write_model(tmp_path / "a", {**QWEN2, "model_type": "ernie4_5_moe", **moe}))
+    drawn = build_model(config, load_weights=True)
+    bias = "model.layers.0.mlp.gate.moe_statics.e_score_correction_bias"
+    drawn.get_buffer(bias).fill_(0.5)
+    drawn.save_pretrained(tmp_path / "b")
+    config = model_config(tmp_path / "b", from_scratch=False)
+    read = build_model(config, load_weights=True)
+    assert read.get_buffer(bias).eq(0.5).all()
+    names = [name for name, _ in read.named_parameters()]
+    for model in (drawn, build_model(config, load_weights=False), build_without_memory(config)):
+        assert [name for name, _ in model.named_parameters()] == names
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not build_without_memory(config).get_buffer(bias).is_meta
+    assert model_shape(config).parameters == sum(parameter.numel() for parameter in read.parameters())
+    assert [*model_shape(config).weights] == [*named_weights(read)]
+
+
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     build_model(model_config(write_model(tmp_path, QWEN2)), load_weights=True).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -1,0 +1,30 @@
+"""Parameters that a model's class never trains, such as the biases by which Ernie's routers choose experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+@contextmanager
+def constants_as_buffers() -> Iterator[None]:
+    """Make buffers of them, in the models that are built within, as most families have them: no optimizer decays them,
+    and all that is a parameter may learn. (transformers itself reads them from files as ones that learn.)"""
+    found: list[tuple[nn.Module, str, Tensor]] = []
+
+    def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.requires_grad:
+            found.append((module, name, parameter.data))
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    for module, name, made in found:
+        if (parameter := module._parameters.pop(name, None)) is not None:
+            # Where parameters lose their memory as they are made, buffers keep theirs.
+            module.register_buffer(name, made if parameter.is_meta else parameter.data)
