@@ -95,6 +95,13 @@ def build_without_memory(config: ModelConfig) -> PreTrainedModel:
     refuse_own_attention(model, decision)
     refuse_a_swap(model, decision)
     state_layers.install(model)
+    facts = model_facts(model.config.to_dict())
+    if facts is not None and facts.state_layers and not state_layers.has_state_layers(model):
+        raise ModelError(
+            f"{type(model).__name__} has layers that carry a state past transformers' cache of convolutions and "
+            "recurrences, so sequences cannot be packed",
+            hint="name a causal language model of another family",
+        )
     model.tie_weights()  # moving to meta unties tied weights
     model.eval()
     return model

@@ -107,3 +107,11 @@ def test_a_model_that_calls_attention_of_its_own(tmp_path: Path, role: str) -> N
         on_meta = partial(train_engine("fsdp2").on_meta, train_config(folder, "fsdp2"))
     with pytest.raises(ModelError, match="FalconForCausalLM does not call attention through transformers' Attention"):
         on_meta(Rank())
+
+
+def test_a_model_that_keeps_states_of_its_own(tmp_path: Path) -> None:
+    """MiniMax's lightning attention would carry them from one sequence of a row into the next."""
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "head_dim": 8}
+    folder = write_model(tmp_path, {**LLAMA, "model_type": "minimax", **layers})
+    with pytest.raises(ModelError, match="MiniMaxForCausalLM has layers that carry a state past transformers' cache"):
+        train_engine("fsdp2").on_meta(train_config(folder, "fsdp2"), Rank())
