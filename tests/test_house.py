@@ -51,7 +51,7 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_335,
+        6_338,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
@@ -59,19 +59,19 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "memory": (1_110, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_650, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_469, 2_000, ("rlctl/show",)),
-    "run": (3_228, 2_200, ("rlctl/run",)),
+    "run": (3_232, 2_200, ("rlctl/run",)),
     "grading": (1_615, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        4_023,
+        4_088,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_423, 15_000, ("backends",)),
-    "four packages": (60_329, 50_000, WINGS),
+    "engines, packing, weights": (16_482, 15_000, ("backends",)),
+    "four packages": (60_459, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (47_955, 38_000, ("tests",)),
-    "docs": (3_712, 3_500, ("docs",)),
+    "tests with their cases": (48_101, 38_000, ("tests",)),
+    "docs": (3_713, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 
