@@ -106,12 +106,9 @@ def _refusals() -> Iterator[None]:
 
 
 def rendered(chats: ChatRenderer, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-    """Return messages as the template writes them, up to where an answer begins. Raises BadRow where it refuses them or
-    leaves one out."""
+    """Return messages as the template writes them, up to where an answer begins. Raises BadRow where it refuses."""
     with _refusals():
-        text = chats.render(messages, tools=tools)
-        chats.check_written(messages, tools=tools)
-    return text
+        return chats.render(messages, tools=tools)
 
 
 def learned_text(

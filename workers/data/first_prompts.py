@@ -163,20 +163,22 @@ def _characters(text: str) -> Counter[str]:
 
 
 def _left_out(key: str, table: PromptTable, reader: RowReader) -> Iterator[Finding]:
-    """Find text of system or user messages that is in none of the prompts."""
+    """Find roles whose text is in none of the prompts."""
     data, found = reader.data, dict[str, list[bool]]()
     for row, prompt in zip(table.rows, table.prompts, strict=True):
         for message in messages_of(prompt_of(row, data), data):
-            content = message.get("content")
-            words = content.casefold().split() if isinstance(content, str) else []
-            if words and message["role"] in ("system", "user"):
+            content = message.get("content") or ""
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            words = " ".join(parts).casefold().split()
+            if words and message["role"] != "assistant":
                 found.setdefault(message["role"], []).append(max(words, key=len) in prompt.casefold())
     absent = [role for role, seen in found.items() if not any(seen)]
     if "user" in absent:
         said = f"the chat template leaves out what users say: a prompt is {show(table.prompts[0])}"
         yield Finding(key="model.path", message=said, hint="repair it, or use the model's own")
-    elif "system" in absent:
-        where = {"key": "data.system", "value": show(data.system)} if data.system else {"key": key}
-        said = "has no effect: the chat template leaves system messages out"
+    elif absent:
+        asked = absent[0] == "system" and bool(data.system)
+        where = {"key": "data.system", "value": show(data.system)} if asked else {"key": key}
+        said = f"has no effect: the chat template leaves {absent[0]} messages out"
         hint = "put its text into the user's message, such as with data.template"
-        yield Finding(**where, message=said, hint=hint, refuses=bool(data.system))
+        yield Finding(**where, message=said, hint=hint, refuses=asked)
