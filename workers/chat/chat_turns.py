@@ -125,7 +125,7 @@ class ChatTurns:
             said = said[:-1]
         text = self._text(said)
         thought, closed, rest = text.partition("</think>")
-        if not self._opened and "<think>" not in thought:
+        if not (closed and (self._opened or "<think>" in thought)):
             thought, closed, rest = "", "", text
         found = self._format.parse(rest, self._schemas) if self._format else ParsedCalls(rest)
         if len(found.calls) > 1 and not self._parallel:

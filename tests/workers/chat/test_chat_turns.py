@@ -547,13 +547,13 @@ def test_thinking_that_the_prompt_opens(template: str) -> None:
         replies = replies_to(turn, "3", "5")
         tokens = [*chat.prompt(ASKED), *sampled, *chat.suffix(ASKED, turn, replies)]
         assert text_of(codec, tokens) == by_transformers(codec, [*ASKED, turn.message, *replies])
+        assert chat.read(ids_of(codec, text_of(codec, sampled).partition("</think>")[2])).calls == turn.calls
 
 
 def test_what_names_the_end_of_thinking_is_no_thought() -> None:
     with conversation(QWEN3, plain=THINK) as (chat, codec):
         for thought in ("Two sums.", None):
-            call = '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>'
-            turn = chat.read(ids_of(codec, f"{FIRST if thought else ''}{call}"))
+            turn = chat.read(ids_of(codec, (FIRST if thought else "") + calls('{"a": "</think>"}')))
             assert [call.arguments for call in turn.calls] == [{"a": "</think>"}]
             assert turn.message.get("reasoning_content") == thought
 
