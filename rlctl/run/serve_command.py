@@ -18,7 +18,7 @@ from rlctl.run.interrupt import as_ctrl_c
 from rlctl.show.screen import Screen
 from specs.errors import UsageError
 from specs.packages import with_our_packages
-from specs.schema.engines.vllm_table import TEMPERATURES
+from specs.schema.engines.vllm_table import SAMPLES_AT, TEMPERATURES
 from specs.schema.roles import ACTOR
 
 CONTEXT = 8192  # tokens, of a model that takes as many
@@ -45,7 +45,7 @@ def serve(
         message = f"--host {host}: other machines could sample without a key"
         raise UsageError(message, hint="add --key KEY, or listen on 127.0.0.1")
     if engine == "vllm" and temperature and not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
-        message = f"--temperature {temperature:g}: vLLM samples at {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
+        message = f"--temperature {temperature:g}: {SAMPLES_AT}"
         raise UsageError(message, hint="use one of these, 0, or --engine torch")
     found = look_at(python)
     if lacking := [package for package in (engine, "accelerate") if not found.version(package)]:

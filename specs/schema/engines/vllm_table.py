@@ -29,6 +29,7 @@ from specs.text import listed, show
 LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_KV_CACHE_GIB = 1.0
 TEMPERATURES = (0.01, 2.0)  # vLLM 0.32, vllm/sampling_params.py: less is taken for 0.01, more is refused
+SAMPLES_AT = f"vLLM samples at {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
 GRAPHS_GIB = 1.5  # CUDA graphs of some 50 batch sizes, which stay while it sleeps (an assumption)
 # vLLM 0.32, vllm/v1/attention/backends/cpu_attn.py
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -85,9 +86,8 @@ class VllmTable(CacheKeepingTable):
         temperatures |= {one.key: one.temperature for one in context.evaluations}
         for key, value in temperatures.items():
             if value and not TEMPERATURES[0] <= value <= TEMPERATURES[1]:
-                message = f"vLLM samples at {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
                 hint = f'use one of these, or {role}.engine.kind = "torch"'
-                yield Problem(f"{key}.temperature", message, hint, show(value))
+                yield Problem(f"{key}.temperature", SAMPLES_AT, hint, show(value))
         if "gpu_memory_utilization" in self.model_fields_set:
             why = "" if section.devices else f"{role} runs on the CPU"
             why = why or (f"{role}.engine.kv_cache_GiB says how large the KV cache is" if self.kv_cache_GiB else "")
