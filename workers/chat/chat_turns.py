@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from backends.rollout.stop_tokens import named_end_tokens
 from specs.errors import ModelError
 from specs.text import show
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
@@ -250,7 +251,9 @@ class ChatTurns:
         usual = (*(style.end for style in self._styles.values()), self._codec.end_id)
         end = next((token for token in usual if token in ends), ends[0] if ends else None)
         closed = self._renderer.render([*_ASKED, turn], begins_answer=False, tools=self._tools).rpartition(last)[2]
-        if end is None or self._text([end]) not in closed:
+        own = end is not None and self._text([end]) in closed
+        # As GLM's: the model writes the first token of who speaks next, and stops there.
+        if end is None or not (own or end in named_end_tokens(self._codec.model_path, self._codec)):
             raise self._fault("ends the assistant's turn with no token of its own")
         keeps = thought.startswith(self._asked) and (not self._thought or f"{self._mark}thought" in thought)
         return _ReplyStyle(end, ends[: ends.index(end)], write, keeps)

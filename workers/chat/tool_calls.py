@@ -13,7 +13,6 @@ MAX_DEPTH = 32  # of a call's arguments: templates and tools walk them recursive
 _NAME = re.compile(r"[\w./:-]{1,128}")
 _ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates ask for it
 _BLANK = re.compile(r"\s*")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -56,7 +55,8 @@ class CallFormat:
     begin: re.Pattern[str]
     end: re.Pattern[str]
     shape: str  # for models to read
-    key: str = "arguments"  # of the arguments in JSON; empty: they are elements
+    key: str = "arguments"  # of the arguments in JSON
+    element: re.Pattern[str] | None = None  # a parameter's name and text, where there is no JSON
 
     def parse(self, text: str, schemas: Schemas | None = None) -> ParsedCalls:
         """Read the text of a turn, special tokens included, but for the one that ended it. `schemas` says of which type
@@ -70,7 +70,7 @@ class CallFormat:
                 if not (end := self.end.match(text, at)):
                     raise _Malformed("its end is missing, or other text stands before it")
                 for one in found:
-                    calls.append(_checked(one, self.key or "arguments", call_id(len(calls))))
+                    calls.append(_checked(one, self.key, call_id(len(calls))))
                 at = end.end()
         except _Malformed as error:
             return ParsedCalls(text, error=f"The tool call cannot be read: {error}. Write a call as\n{self.shape}")
@@ -79,9 +79,9 @@ class CallFormat:
     def _read(self, text: str, begun: re.Match[str], schemas: Schemas) -> tuple[list[Any], int]:
         """Return what is written from there on, one call or a list of them, and where it ends."""
         named = begun.groupdict()
-        if not self.key:
-            arguments, at = _elements(text, begun.end(), schemas.get(named["name"], {}))
-            return [named | {"arguments": arguments}], at
+        if self.element:
+            arguments, at = _elements(self.element, text, begun.end(), schemas.get(named["name"], {}))
+            return [named | {self.key: arguments}], at
         value, at = _json(text, begun.end())
         if named.get("name"):
             return [named | {self.key: value}], at
@@ -150,10 +150,10 @@ def depth_of(value: Any) -> int:
     return depth
 
 
-def _elements(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the parameters written as `<parameter=NAME>` elements, and where they end."""
+def _elements(element: re.Pattern[str], text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the parameters written as elements, and where they end."""
     found: list[tuple[str, Any]] = []
-    while parameter := _PARAMETER.match(text, at):
+    while parameter := element.match(text, at):
         found.append((parameter[1], _typed(parameter[2], schema.get(parameter[1], {}))))
         at = parameter.end()
     return _object(found), at
@@ -189,7 +189,38 @@ FORMATS = (
         begin=re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<tool_call>"),
         end=re.compile(r"\s*</function>(?:\s*</tool_call>)?"),
         shape="<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
-        key="",
+        element=re.compile(
+            r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*<(?:parameter=|/function>))", re.DOTALL
+        ),
+    ),
+    CallFormat(  # MiniMax M2
+        sign=re.compile(r'<invoke name="'),
+        begin=re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"\n]*)">|<minimax:tool_call>'),
+        end=re.compile(r"\s*</invoke>(?:\s*</minimax:tool_call>)?"),
+        shape='<minimax:tool_call>\n<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        element=re.compile(
+            r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>(?=\s*<(?:parameter name=|/invoke>))', re.DOTALL
+        ),
+    ),
+    CallFormat(  # GLM 4.5 to 4.7
+        sign=re.compile(r"<arg_key>"),
+        begin=re.compile(r"<tool_call>\s*(?P<name>[^\s<]*)"),
+        end=re.compile(r"\s*</tool_call>"),
+        shape="<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+        element=re.compile(
+            r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*<(?:arg_key>|/tool_call>))", re.DOTALL
+        ),
+    ),
+    CallFormat(  # DeepSeek V3, R1, V3.1
+        sign=re.compile(r"<｜tool▁call▁begin｜>"),
+        begin=re.compile(
+            r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+            r"(?P<name>[^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)|<｜tool▁calls?▁begin｜>"
+        ),
+        end=re.compile(r"\s*(?:```)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"),
+        shape="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>"
+        '{"KEY": VALUE}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     ),
     CallFormat(  # Hermes, Qwen2.5, Qwen3
         sign=re.compile(r"""<tool_call>(?s:.*)arguments\\?["']"""),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,20 +93,69 @@ QWEN3 = (
 """.replace("CALL", CHATML_CALL)
     + CHATML_OTHERS
 )
+ELEMENTS_CALL = r"""
+        {{- '<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments | items %}
+            {{- '<parameter=' + k + '>\n' }}{{ v | string }}{{ '\n</parameter>\n' }}
+        {%- endfor %}{{ '</function>\n</tool_call>' }}
+"""
 # The prompt opens the thinking, parameters are elements, contents are trimmed.
 QWEN35 = (
     QWEN3.replace("'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>assistant\\n<think>\\n' }}{% endif")
     .replace("(loop.last or thought)", "true")
     .replace("{{ m.content }}{{ '\\n</tool", "{{ m.content | trim }}{{ '\\n</tool")
-    .replace(
-        CHATML_CALL,
-        r"""
-        {{- '<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments | items %}
-            {{- '<parameter=' + k + '>\n' }}{{ v | string }}{{ '\n</parameter>\n' }}
-        {%- endfor %}{{ '</function>\n</tool_call>' }}
-""",
-    )
+    .replace(CHATML_CALL, ELEMENTS_CALL)
 )
+# All calls of a turn stand in one element.
+MINIMAX = QWEN35.replace(
+    ELEMENTS_CALL,
+    r"""
+        {{- '<minimax:tool_call>\n' if loop.first }}{{ '<invoke name="' + c.function.name + '">\n' }}
+        {%- for k, v in c.function.arguments | items %}
+            {{- '<parameter name="' + k + '">' }}{{ v | string }}{{ '</parameter>\n' }}
+        {%- endfor %}{{ '</invoke>' }}{{ '\n</minimax:tool_call>' if loop.last }}
+""",
+)
+# Nothing ends a turn: who speaks next begins, and there the model stops.
+GLM = r"""[gMASK]<sop>
+{%- if tools %}<|system|>{{ tools | tojson }}{% endif %}
+{%- set ns = namespace(asked=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set thought, said = m.content.split('</think>') if '</think>' in m.content else ('', m.content) %}
+        {{- '<|assistant|>\n<think>' }}
+        {%- if loop.index0 > ns.asked %}{{ thought.split('<think>')[-1] | trim }}{% endif %}{{ '</think>' }}
+        {%- if said.strip() %}{{ '\n' + said | trim }}{% endif %}
+        {%- for c in m.tool_calls or [] %}
+            {{- '\n<tool_call>' + c.function.name + '\n' }}{% for k, v in c.function.arguments | items %}
+                {{- '<arg_key>' + k + '</arg_key>\n<arg_value>' }}{{ v | string }}{{ '</arg_value>\n' }}
+            {%- endfor %}{{ '</tool_call>' }}
+        {%- endfor %}
+    {%- elif m.role == 'tool' %}
+        {%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+        {{- '\n<tool_response>\n' }}{{ m.content }}{{ '\n</tool_response>' }}
+    {%- else %}{{ '<|' + m.role + '|>\n' + m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+# Arguments are JSON text, and nothing asks for an answer behind what tools reply.
+DEEPSEEK = r"""{{ bos_token }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- if tools %}{{ '\n' + tools | tojson }}{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}
+    {%- elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+    {%- elif m.role == 'assistant' %}
+        {{- m.content }}
+        {%- for c in m.tool_calls or [] %}
+            {{- '<｜tool▁calls▁begin｜>' if loop.first }}{{ '<｜tool▁call▁begin｜>' + c.function.name }}
+            {{- '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}
+            {{- '<｜tool▁calls▁end｜>' if loop.last }}
+        {%- endfor %}{{ '<｜end▁of▁sentence｜>' }}
+    {%- endif %}
+{%- endfor %}
+"""
 # One call in a turn, nothing beside it; what a tool replies is JSON.
 LLAMA31 = r"""{{ bos_token }}
 {%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}{% endmacro %}
@@ -173,10 +223,14 @@ class Family:
     turns: tuple[tuple[str, int], ...]
     keeps: tuple[bool, bool]  # earlier turns as they were, when a tool or the user replies
     error_role: str = "tool"
+    call_end: str = ""  # where a turn with calls ends otherwise
 
     @property
     def end(self) -> str:
         return self.special[0]
+
+    def end_of(self, calls: int) -> str:
+        return (calls and self.call_end) or self.end
 
 
 def calls(*arguments: str, text: str = "") -> str:
@@ -200,6 +254,32 @@ XML = """<tool_call>
 </parameter>
 </function>
 </tool_call>"""
+OUTPUT = ("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>")
+SECTIONS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+
+
+def invoked(*numbers: int) -> str:
+    parameters = '<parameter name="a">{}</parameter>\n<parameter name="b">2</parameter>\n'
+    invokes = "\n".join(f'<invoke name="add">\n{parameters.format(number)}</invoke>' for number in numbers)
+    return f"<minimax:tool_call>\n{invokes}\n</minimax:tool_call>"
+
+
+def keyed(number: int) -> str:
+    values = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{n}</arg_value>\n" for key, n in (("a", number), ("b", 2)))
+    return f"<tool_call>add\n{values}</tool_call>"
+
+
+def sections(*arguments: str) -> str:
+    inner = "".join(f"{SECTIONS[1]}add{SECTIONS[2]}{one}{SECTIONS[3]}" for one in arguments)
+    return f"{SECTIONS[0]}{inner}{SECTIONS[4]}"
+
+
 FAMILIES = {
     "qwen2.5": Family(
         QWEN25, IM, TAGS, ((calls(ONE, OTHER, text="Let me see.\n"), 2), (calls(OTHER), 1), ("5.", 0)), (True, True)
@@ -221,6 +301,36 @@ FAMILIES = {
             ("\n</think>\n\n5.", 0),
         ),
         (True, False),
+    ),
+    "minimax m2": Family(
+        MINIMAX,
+        IM,
+        ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
+        (
+            (f"Two sums.\n</think>\n\n{invoked(1, 3)}", 2),
+            (f"One.\n</think>\n\n{invoked(3)}", 1),
+            ("\n</think>\n\n5.", 0),
+        ),
+        (True, False),
+    ),
+    "glm 4.5": Family(
+        GLM,
+        ("<|user|>", "<|assistant|>", "<|endoftext|>", "<|observation|>", "<|system|>", "[gMASK]", "<sop>"),
+        (*THINK, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        (
+            (f"\n<think>Two sums.</think>\nHm.\n{keyed(1)}\n{keyed(3)}", 2),
+            (f"\n<think></think>\n{keyed(3)}", 1),
+            ("\n<think>So.</think>\n5.", 0),
+        ),
+        (True, False),
+        call_end="<|observation|>",
+    ),
+    "deepseek v3.1": Family(
+        DEEPSEEK,
+        ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", *SECTIONS, *OUTPUT),
+        (),
+        ((f"Hm.{sections(ONE, OTHER)}", 2), (sections(OTHER), 1), ("5.", 0)),
+        (True, True),
     ),
     "llama3.1": Family(
         LLAMA31,
@@ -252,7 +362,9 @@ FAMILIES = {
 }
 
 
-def tokenizer_of(template: str, special: Sequence[str], plain: Sequence[str]) -> TextCodec:
+def tokenizer_of(
+    template: str, special: Sequence[str], plain: Sequence[str], folder: Path = Path("models/tiny")
+) -> TextCodec:
     """Return a byte-level tokenizer with merges of the template's own text, also across its words' ends."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -268,22 +380,33 @@ def tokenizer_of(template: str, special: Sequence[str], plain: Sequence[str]) ->
     made.add_tokens([AddedToken(one, normalized=False) for one in plain])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token=special[0])
     tokenizer.chat_template = template
-    return TextCodec(tokenizer, "models/tiny")
+    return TextCodec(tokenizer, str(folder))
 
 
 @contextmanager
 def conversation(
-    template: str, special: Sequence[str] = IM, plain: Sequence[str] = TAGS, tools: Sequence[Any] = TOOLS
+    template: str,
+    special: Sequence[str] = IM,
+    plain: Sequence[str] = TAGS,
+    tools: Sequence[Any] = TOOLS,
+    folder: Path = Path("models/tiny"),
+    stops: Sequence[str] = (),
 ) -> Iterator[tuple[ChatTurns, TextCodec]]:
-    codec = tokenizer_of(template, special, plain)
+    """Yield a chat and its tokenizer. `stops`: where the model says in `folder` that it stops."""
+    codec = tokenizer_of(template, special, plain, folder)
+    if folder.is_dir():
+        stopping = {"eos_token_id": [token for stop in stops for token in ids_of(codec, stop)]}
+        (folder / "config.json").write_text(json.dumps(stopping))
     with ChatRenderer(template, codec.tokenizer.special_tokens_map, library=False) as renderer:
         yield ChatTurns(codec, renderer, tools), codec
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def known(request: pytest.FixtureRequest) -> Iterator[tuple[Family, ChatTurns, TextCodec]]:
-    family = FAMILIES[request.param]
-    with conversation(family.template, family.special, family.plain) as (chat, codec):
+def known(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Family, ChatTurns, TextCodec]]:
+    family, folder = FAMILIES[request.param], tmp_path_factory.mktemp("model")
+    with conversation(family.template, family.special, family.plain, TOOLS, folder, [family.call_end]) as (chat, codec):
         yield family, chat, codec
 
 
@@ -296,6 +419,9 @@ def text_of(codec: TextCodec, tokens: Sequence[int]) -> str:
 
 
 def by_transformers(codec: TextCodec, messages: Sequence[Any], tools: Sequence[Any] | None = TOOLS) -> str:
+    if codec.tokenizer.chat_template == DEEPSEEK:
+        as_text = lambda one: one | {key: json.dumps(one[key]) for key in one if key == "arguments"}  # noqa: E731
+        messages = json.loads(json.dumps(messages), object_hook=as_text)
     made: str = codec.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     return made
 
@@ -310,7 +436,8 @@ def replies_to(turn: AssistantTurn, *contents: str) -> list[dict[str, Any]]:
 
 
 def first_turn(family: Family, chat: ChatTurns, codec: TextCodec, number: int = 0) -> AssistantTurn:
-    return chat.read(ids_of(codec, family.turns[number][0] + family.end))
+    text, called = family.turns[number]
+    return chat.read(ids_of(codec, text + family.end_of(called)))
 
 
 # ── exactness ─────────────────────────────────────────────────────────────────────────────────────
@@ -321,7 +448,7 @@ def test_three_turns_are_the_tokens_of_the_templates_own_text(known: tuple[Famil
     messages: list[dict[str, Any]] = [*ASKED]
     tokens = chat.prompt(messages)
     for text, number in family.turns:
-        sampled = ids_of(codec, text + family.end)
+        sampled = ids_of(codec, text + family.end_of(number))
         turn = chat.read(sampled)
         assert (turn.text, turn.error, len(turn.calls)) == (text, "", number)
         replies = replies_to(turn, '"3"', " 5\n\n")
@@ -346,9 +473,10 @@ def test_what_was_sampled_is_not_written_again(known: tuple[Family, ChatTurns, T
     family, chat, codec = known
     text = family.turns[1][0]
     loose = text.replace('": ', '" :  ').replace("=a>\n", "=a>")
+    loose = loose.replace("</parameter>\n</inv", "</parameter></inv").replace("</arg_key>\n", "</arg_key>")
     assert loose != text
     for sampled in (ids_of(codec, loose), [token for one in text for token in ids_of(codec, one)]):
-        turn = chat.read([*sampled, *ids_of(codec, family.end)])
+        turn = chat.read([*sampled, *ids_of(codec, family.end_of(1))])
         assert [call.arguments for call in turn.calls] == [{"a": 3, "b": 2}]
         wanted = first_turn(family, chat, codec, 1)
         assert chat.suffix(ASKED, turn, replies_to(wanted, "5")) == chat.suffix(ASKED, wanted, replies_to(wanted, "5"))
@@ -372,7 +500,7 @@ def test_a_scripted_call_is_proven(known: tuple[Family, ChatTurns, TextCodec]) -
     assert [(call.name, call.arguments) for call in found.parsed.calls] == [("add", {"a": 1, "b": 2})]
     whole = by_transformers(codec, [*ASKED, found.parsed.message, *replies_to(found.parsed, '"3"')])
     assert text_of(codec, found.prompt_ids + found.turn_ids + found.suffix_ids) == whole
-    assert text_of(codec, found.turn_ids[-1:]) == family.end
+    assert text_of(codec, found.turn_ids[-1:]) == family.end_of(1)
 
 
 # ── turns that went wrong ─────────────────────────────────────────────────────────────────────────
@@ -380,8 +508,8 @@ def test_a_scripted_call_is_proven(known: tuple[Family, ChatTurns, TextCodec]) -
 
 def test_a_call_that_cannot_be_read_is_answered(known: tuple[Family, ChatTurns, TextCodec]) -> None:
     family, chat, codec = known
-    text = family.turns[1][0].replace("2}", "2").replace("</parameter>", "")
-    sampled = ids_of(codec, text + family.end)
+    text = family.turns[1][0].replace("2}", "2").replace("</parameter>", "").replace("</arg_value>", "")
+    sampled = ids_of(codec, text + family.end_of(1))
     turn = chat.read(sampled)
     assert turn.error
     assert (turn.calls, turn.text) == ((), text)
@@ -491,10 +619,10 @@ def broken(old: str, new: str, template: str = QWEN25) -> str:
         (broken("<|im_end|>", "</end>"), "with no token of its own"),
     ],
 )
-def test_a_template_that_cannot_hold_the_conversation_is_refused(template: str, why: str) -> None:
-    with pytest.raises(ModelError, match=why) as error, conversation(template):
+def test_a_template_that_cannot_hold_the_conversation_is_refused(tmp_path: Path, template: str, why: str) -> None:
+    with pytest.raises(ModelError, match=why) as error, conversation(template, folder=tmp_path):
         pass
-    assert error.value.message.startswith("the chat template of models/tiny ")
+    assert error.value.message.startswith(f"the chat template of {tmp_path} ")
     assert "use a model whose template" in error.value.hint
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from workers.chat.tool_calls import FORMATS, CallFormat, ToolCall, format_of
 
-ELEMENTS, HERMES, MISTRAL, LLAMA = FORMATS
+ELEMENTS, MINIMAX, GLM, DEEPSEEK, HERMES, MISTRAL, LLAMA = FORMATS
 SCHEMAS = {
     "add": {
         "a": {"type": "integer"},
@@ -28,7 +28,7 @@ SCHEMAS = {
 ARGUMENTS: dict[str, Any] = {
     "a": -7,
     "b": 2.5,
-    "note": 'é "</tool_call>"\n{NaN: \\u00e9}',
+    "note": 'é "</tool_call>"</parameter></arg_value>\n{NaN: \\u00e9}',
     "exact": True,
     "among": [1, {"x": None}],
     "all": "12",
@@ -42,16 +42,39 @@ def hermes(arguments: str, name: str = '"add"') -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def elements(arguments: dict[str, Any]) -> str:
+def each(element: str, arguments: dict[str, Any]) -> str:
     shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown.items())
+    return "".join(element.format(key, value) for key, value in shown.items())
+
+
+def elements(arguments: dict[str, Any]) -> str:
+    inner = each("<parameter={}>\n{}\n</parameter>\n", arguments)
     return f"<tool_call>\n<function=add>\n{inner}</function>\n</tool_call>"
+
+
+def minimax(arguments: dict[str, Any], *, calls: int = 1) -> str:
+    inner = each('<parameter name="{}">{}</parameter>\n', arguments)
+    call = f'<invoke name="add">\n{inner}</invoke>\n'
+    return f"<minimax:tool_call>\n{call * calls}</minimax:tool_call>"
+
+
+def glm(arguments: dict[str, Any]) -> str:
+    inner = each("<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", arguments)
+    return f"<tool_call>add\n{inner}</tool_call>"
+
+
+def deepseek(*arguments: str) -> str:
+    calls = "".join(f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{one}<｜tool▁call▁end｜>" for one in arguments)
+    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
 
 
 def written(form: CallFormat, arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     return {
         ELEMENTS: lambda: elements(arguments),
+        MINIMAX: lambda: minimax(arguments),
+        GLM: lambda: glm(arguments),
+        DEEPSEEK: lambda: deepseek(text),
         HERMES: lambda: hermes(text),
         MISTRAL: lambda: f'[TOOL_CALLS][{{"name": "add", "arguments": {text}, "id": "Ab3456789"}}]',
         LLAMA: lambda: f'{{"name": "add", "parameters": {text}}}',
@@ -84,6 +107,10 @@ def test_names_that_python_and_servers_have(name: str) -> None:
         (MISTRAL, '[TOOL_CALLS]add[CALL_ID]call00000[ARGS]{"a": 1}'),
         (HERMES, '<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>'),
         (ELEMENTS, "<function=add>\n<parameter=a>1</parameter></function>"),
+        (MINIMAX, '<invoke name="add"><parameter name="a">1</parameter></invoke>'),
+        (GLM, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
+        (DEEPSEEK, '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'),
+        (DEEPSEEK, '<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'),
     ],
 )
 def test_other_ways_to_write_a_form(form: CallFormat, text: str) -> None:
@@ -96,6 +123,9 @@ def test_other_ways_to_write_a_form(form: CallFormat, text: str) -> None:
         (HERMES, f"Let me see.\n{hermes('{}')}\n{hermes('{}')}", "Let me see."),
         (HERMES, f"Let me see.{hermes('{}')} and {hermes('{}')} now", "Let me see. and  now"),
         (ELEMENTS, f"So:\n\n{elements({})}\n{elements({})}", "So:"),
+        (MINIMAX, f"So:\n{minimax({}, calls=2)}", "So:"),
+        (GLM, f"So:\n{glm({})}\n{glm({})}", "So:"),
+        (DEEPSEEK, f"So:{deepseek('{}', '{}')}", "So:"),
         (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]', ""),
         (MISTRAL, "So:[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]add[ARGS]{}", "So:"),
     ],
@@ -137,6 +167,15 @@ def test_what_is_no_call_stays_as_it_is(form: CallFormat, text: str) -> None:
         (MISTRAL, "[TOOL_CALLS]add(1)", "it is not JSON"),
         (MISTRAL, "[TOOL_CALLS]add[ARGS]3", '"arguments" must be a JSON object'),
         (ELEMENTS, "<tool_call>\n{}\n</tool_call>", "its end is missing"),
+        (ELEMENTS, elements({"a": 1}).replace("</parameter>", "", 1), "its end is missing"),
+        (MINIMAX, "<minimax:tool_call>\nadd(1)", "its end is missing"),
+        (MINIMAX, minimax({"a": 1}).replace("</invoke>", ""), "its end is missing"),
+        (GLM, '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "its end is missing"),
+        (GLM, "<tool_call></tool_call>", "not the name of a function"),
+        (GLM, glm({"a": 1}).replace("</arg_value>", ""), "its end is missing"),
+        (DEEPSEEK, "<｜tool▁calls▁begin｜>add(1)", "it is not JSON"),
+        (DEEPSEEK, deepseek('{"a": 1'), "it is not JSON"),
+        (DEEPSEEK, deepseek("3"), '"arguments" must be a JSON object'),
         (ELEMENTS, "<function=add>\n<parameter=a>\n1\n</function>", "its end is missing"),
         (
             ELEMENTS,
@@ -185,7 +224,10 @@ def test_elements_are_what_their_schema_says(key: str, text: str, value: Any) ->
         ("{{ '<tool_call>\\n<function=' + c.name + '>' }}", ELEMENTS),
         ("""{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", LLAMA),
         ("{{ '[TOOL_CALLS][' }}", MISTRAL),
-        ("{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>{{ c.arguments }}", None),
+        ("{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>{{ c.arguments }}", GLM),
+        ("{{ '<invoke name=\"' + c.name }}", MINIMAX),
+        ("{{ '<｜tool▁call▁begin｜>' + c.name }}", DEEPSEEK),
+        ("{{ '<call>' + c.name }}{{ c.arguments }}", None),
         ("{{ m.content }}", None),
     ],
 )
