@@ -237,7 +237,9 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
     """The error of transformers in one line, with a hint."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if isinstance(error, KeyError):
+    if "trust_remote_code" in str(error):
+        hint = "it runs its own code: read it, then set model.trust_remote_code = true"
+    elif isinstance(error, KeyError):
         reason = f"config.json names {reason}, which this transformers does not know"
         hint = "repair config.json, or give the role an interpreter with the transformers that the model needs"
     elif "attention implementation" in reason:
