@@ -441,13 +441,17 @@ class ExampleReader:
         return tools_of(values, self.source.tools_column)
 
     def _located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text and the characters of each, with the blanks that some tokenizers leave out."""
+        """Return the tokens of a text and the characters of each, with the blanks that some tokenizers leave out; a
+        special token is without those around it, which some take in."""
         tokens, offsets = self.codec.encode_with_offsets(text)
-        for at, (begin, end) in enumerate(offsets):
-            last = offsets[at - 1][1] if at else 0
-            if self._keeps_blanks and last < begin and text[last:begin].isspace():
-                offsets[at] = (last, end)
-        return tokens, offsets
+        found, last = list[tuple[int, int]](), 0
+        for token, (begin, end) in zip(tokens, offsets, strict=True):
+            blank = self._keeps_blanks and last < begin and text[last:begin].isspace()
+            begin, last = last if blank else begin, end
+            core = text[begin:end].strip() if token in self.codec.special_ids else ""
+            begin += text[begin:end].find(core) if core else 0
+            found.append((begin, begin + len(core) if core else end))
+        return tokens, found
 
     def _check(self, sequence: Learned) -> None:
         """Raise BadRow where nothing is learned; the first token never is."""

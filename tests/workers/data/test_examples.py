@@ -267,6 +267,21 @@ def test_blanks_that_a_tokenizer_leaves_out_of_its_offsets(tmp_path: Path) -> No
         words(row, codec, template)
 
 
+def test_special_tokens_that_take_in_the_blanks_around_them(tmp_path: Path) -> None:
+    """Phi's do: the one that asks for an answer is the prompt's, the one that ends it is learned."""
+    from transformers import AddedToken
+
+    codec = llama(tmp_path / "model", TRIMMED, ["Ġ", "Ċ", "a", "b"], [])
+    names = ("<|user|>", "<|assistant|>", "<|end|>")
+    wide = [AddedToken(name, lstrip=True, rstrip=True, special=True) for name in names]
+    codec.tokenizer.add_special_tokens({"additional_special_tokens": wide})
+    template = CHATML.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>").replace("<|im_end|>", "<|end|>")
+    template = template.replace("<|im_start|>assistant", "<|assistant|>")
+    for answer in ("b", " b \n"):
+        row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]}
+        assert words(row, codec, template) == ["<|user|>", "a", "<|end|>", "<|assistant|>", "b*", "<|end|>*"]
+
+
 # ── the data of a run ─────────────────────────────────────────────────────────────────────────────
 
 
