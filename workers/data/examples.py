@@ -357,8 +357,8 @@ class ExampleReader:
         """Return a pair's columns with a prompt apart from both completions: their common beginning where they hold
         it."""
         columns = (self.source.chosen_column, self.source.rejected_column)
-        whole = _whole_conversations(*(values.get(column) for column in columns))
-        if whole or values.get(self.source.prompt_column) is None:
+        prompt = values.get(self.source.prompt_column)
+        if prompt is None or _whole_conversations(prompt, *(values.get(column) for column in columns)):
             return {**values, **self._implicit(values, columns)}
         return values
 
@@ -467,12 +467,18 @@ def _messages(value: Any, column: str, role: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) and value else checked_messages(value, column)
 
 
-def _whole_conversations(chosen: Any, rejected: Any) -> bool:
-    """Tell whether both are lists of messages that begin with the same one of the user or the system, so that they hold
-    the prompt, whatever another column says."""
-    lists = [each for each in (chosen, rejected) if isinstance(each, list) and each]
-    begin = [each[0] for each in lists if isinstance(each[0], dict)]
-    return len(begin) == 2 and begin[0] == begin[1] and begin[0].get("role") != ASSISTANT
+def _whole_conversations(prompt: Any, chosen: Any, rejected: Any) -> bool:
+    """Tell whether both are lists of messages that hold the prompt: they begin with its messages or, where it is text,
+    with the same one of the user or the system."""
+    lists = [[*map(_without_nulls, each)] for each in (chosen, rejected) if isinstance(each, list) and each]
+    begin = [*map(_without_nulls, prompt)] if isinstance(prompt, list) else lists[0][:1] if lists else []
+    same = len(lists) == 2 and all(each[: len(begin)] == begin for each in lists)
+    return same and isinstance(first := lists[0][0], dict) and first.get("role") != ASSISTANT
+
+
+def _without_nulls(message: Any) -> Any:
+    """Return a message without keys that only some columns of a file have."""
+    return {key: one for key, one in message.items() if one is not None} if isinstance(message, dict) else message
 
 
 def _text(values: Mapping[str, Any], column: str) -> str:

@@ -110,11 +110,20 @@ def test_a_blank_goes_with_the_word_where_completions_part() -> None:
     assert found == [["Q: is it so?", " yes it is<eos>"], ["Q: is it so?", " yet no<eos>"]]
 
 
-@pytest.mark.parametrize("more", [{}, {"prompt": "one?"}])
-def test_pairs_of_whole_conversations(more: dict[str, str]) -> None:
+@pytest.mark.parametrize("more", [{}, {"prompt": "one?"}, {"prompt": [{"name": None, **one} for one in ASKED]}])
+def test_pairs_of_whole_conversations(more: dict[str, Any]) -> None:
     other = [{"role": "assistant", "content": "I"}]
     found = texts({**more, "chosen": [*ASKED, *ANSWERED], "rejected": [*ASKED, *other]}, "pair")
     assert found == [[HEAD, "1<|im_end|>\n"], [HEAD, "I<|im_end|>\n"]]
+
+
+@pytest.mark.parametrize("prompt", [ASKED, [*ASKED, *ANSWERED]])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_prompt_that_completions_do_not_begin_with_is_never_left_out(prompt: Any, role: str) -> None:
+    more = [{"role": role, "content": "two"}]
+    pair = {"prompt": prompt, "chosen": [*more, *ANSWERED], "rejected": [*more, TALK[4]]}
+    with pytest.raises(BadRow, match="column 'chosen' does not begin with a message of the assistant"):
+        texts(pair, "pair")
 
 
 @pytest.mark.parametrize(
