@@ -468,12 +468,13 @@ def _messages(value: Any, column: str, role: str) -> list[Message]:
 
 
 def _whole_conversations(prompt: Any, chosen: Any, rejected: Any) -> bool:
-    """Tell whether both are lists of messages that hold the prompt: they begin with its messages or, where it is text,
-    with the same one of the user or the system."""
+    """Tell whether both are lists of messages that hold the prompt: they begin with the same one of the user or the
+    system, and a prompt that is a list of messages is in them."""
     lists = [[*map(_without_nulls, each)] for each in (chosen, rejected) if isinstance(each, list) and each]
-    begin = [*map(_without_nulls, prompt)] if isinstance(prompt, list) else lists[0][:1] if lists else []
-    same = len(lists) == 2 and all(each[: len(begin)] == begin for each in lists)
-    return same and isinstance(first := lists[0][0], dict) and first.get("role") != ASSISTANT
+    asked = [*map(_without_nulls, prompt)] if isinstance(prompt, list) else []
+    first = lists[0][0] if len(lists) == 2 and lists[0][0] == lists[1][0] else None
+    begun = isinstance(first, dict) and first.get("role") != ASSISTANT
+    return begun and all(message in each for each in lists for message in asked)
 
 
 def _without_nulls(message: Any) -> Any:
