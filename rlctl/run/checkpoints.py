@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from rlctl import __version__
 from specs.errors import CheckpointError, UsageError
-from specs.json_file import read_object
+from specs.json_file import read_object, read_or_empty
 from specs.safetensors_header import fsync
 from specs.schema.spec import Spec
 from workers.saved_files import FileMark, mark
@@ -140,9 +140,8 @@ def save(
     about: Mapping[str, Any],
     write_roles: Mapping[str, Callable[[Path], Sequence[Marks]]],
     write_driver: Callable[[Path], Mapping[str, Any]],
-    keep: int,
 ) -> Path:
-    """Write checkpoint `step` and drop all but the `keep` newest. Any failure leaves the older ones and no debris.
+    """Write checkpoint `step`. Any failure leaves the older ones and no debris.
 
     `write_roles`: by the folder's name, what makes a role's ranks write into it and returns what each reports that it
     wrote. Reports go into the manifest: if something else arrives, the checkpoint is torn, and is found so.
@@ -172,10 +171,16 @@ def save(
     except BaseException:
         _remove(temporary)
         raise
-    for old in steps_in(root)[:-keep]:
-        if not _is_pinned(step_path(root, old)):
-            _remove(step_path(root, old))
     return final
+
+
+def prune(root: Path, keep: int) -> None:
+    """Drop all but the `keep` newest checkpoints, the newest with a proof, and those that are pinned."""
+    paths = [step_path(root, step) for step in steps_in(root)]
+    proven = [path for path in paths if read_or_empty(path / MANIFEST).get("proven")]
+    for old in paths[:-keep]:
+        if old not in proven[-1:] and not _is_pinned(old):
+            _remove(old)
 
 
 def add_files(path: Path, written: Marks, about: Mapping[str, Any]) -> None:
@@ -266,10 +271,8 @@ def _is_pinned(path: Path) -> bool:
     try:
         with open(path / STATE, "rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -77,7 +77,6 @@ class Saver:
                 about={**self._about(), "proven": False},
                 write_roles={role: partial(self._write_role, role, step) for role in saved_roles(self.spec)},
                 write_driver=driver.save,
-                keep=self.spec.checkpoint.keep,
             )
             self.saved = step
             self._prove(driver, folder, step)
@@ -91,8 +90,8 @@ class Saver:
         return [bodies.Saved.of(answer) for answer in self.groups[role].call(Verb.SAVE, request, step=step)]
 
     def _prove(self, driver: Driver, folder: Path, step: int) -> None:
-        """Add what an export of this state must repeat, on the run's own first prompts. A checkpoint without it
-        can be resumed from."""
+        """Add what an export of this state must repeat, on the run's own first prompts, and only then drop older ones.
+        A checkpoint without it can be resumed from."""
         prompts = driver.proof_prompts()
         room = self.spec.max_sequence_tokens - max(map(len, prompts))
         new_tokens = max(1, min(PROOF_TOKENS, room, self.spec.max_response_tokens))
@@ -107,6 +106,7 @@ class Saver:
             unproven = f"step {step} is saved without its proof, so that no export is made of it: {failed[0]}"
             self.progress.warning(unproven)
         checkpoints.add_files(folder, written, {"proven": not failed})
+        checkpoints.prune(self.run.checkpoints, self.spec.checkpoint.keep)
 
     def restore(self, driver: Driver, checkpoint: checkpoints.Checkpoint) -> int:
         """Put the roles back into the state after the checkpoint's step, which it returns."""

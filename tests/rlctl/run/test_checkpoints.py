@@ -12,21 +12,26 @@ from specs.errors import CheckpointError
 from workers.saved_files import settle
 
 
-def save(root, step, keep=5, text="weights"):
+def save(root, step, keep=None, text="weights", proven=True):
+    """Save a step and prove it; with `keep`, drop older ones."""
+
     def write_actor(folder):
         written = [folder / f"model.rank{rank}" for rank in range(2)]
         for path in written:
             path.write_text(f"{text} {step}")
         return [settle(folder, [path]) for path in written]
 
-    return checkpoints.save(
+    path = checkpoints.save(
         root,
         step,
         about={},
         write_roles={"actor": write_actor},
         write_driver=lambda folder: {"position": step * 10},
-        keep=keep,
     )
+    if keep:
+        checkpoints.add_files(path, {}, {"proven": proven})
+        checkpoints.prune(root, keep)
+    return path
 
 
 def test_round_trip(tmp_path):
@@ -44,6 +49,14 @@ def test_keeps_the_newest(tmp_path):
     for step in (1, 2, 3, 10):
         save(tmp_path, step, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000003", "step_000010"]
+
+
+def test_the_newest_proven_one_stays_until_a_newer_one_is_proven(tmp_path):
+    for step, proven in ((1, True), (2, True), (3, False), (4, False)):
+        save(tmp_path, step, keep=1, proven=proven)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000004"]
+    save(tmp_path, 5, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
 def test_what_somebody_reads_is_not_removed(tmp_path):
@@ -117,9 +130,7 @@ def test_failing_save_leaves_the_older_and_no_debris(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(
-            tmp_path, 2, about={}, write_roles={"actor": full_disk}, write_driver=lambda folder: {}, keep=2
-        )
+        checkpoints.save(tmp_path, 2, about={}, write_roles={"actor": full_disk}, write_driver=lambda folder: {})
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
@@ -131,9 +142,7 @@ def save_as_told(root, step, marks, arrive=lambda folder: None):
         arrive(folder)
         return marks
 
-    return checkpoints.save(
-        root, step, about={}, write_roles={"actor": write_actor}, write_driver=lambda folder: {}, keep=5
-    )
+    return checkpoints.save(root, step, about={}, write_roles={"actor": write_actor}, write_driver=lambda folder: {})
 
 
 def test_the_manifest_holds_what_the_rank_wrote_not_what_arrived(tmp_path):

@@ -37,7 +37,6 @@ def run(tmp_path):
         about=about,
         write_roles={"actor": write_actor},
         write_driver=lambda folder: {"position": 0},
-        keep=1,
     )
     return tmp_path / "run"
 
