@@ -68,6 +68,7 @@ class Learner(Trainer):
     def _prove(self, folder: Path, asked: bodies.Save) -> dict[str, Any]:
         try:
             proof = self.proof(asked.proof_prompts, asked.proof_tokens)
+            text = json.dumps({"prompts": asked.proof_prompts, **proof}, allow_nan=False)
         except PeerGone:
             raise
         except Exception as error:  # of the model's own code: any
@@ -75,7 +76,7 @@ class Learner(Trainer):
         if self.rank.rank != 0:
             return {"files": {}}
         path = folder / PROOF_FILES[ROLES[self.config.role].head]
-        path.write_text(json.dumps({"prompts": asked.proof_prompts, **proof}))
+        path.write_text(text)
         return {"files": settle(folder, [path])}
 
     def load(self, call: Request[bodies.Load], emit: Emit) -> Reply:
