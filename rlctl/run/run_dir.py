@@ -23,6 +23,7 @@ from specs.load.overrides import as_run
 from specs.schema.spec import Spec
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_BEFORE_A_RUN = (LOCK, "logs", "resolved.json.partial")  # left where a full disk or a kill ended its beginning
 _DISK_ERRORS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
 
 
@@ -86,7 +87,7 @@ class RunDir:
                 f"{self.path} already holds a run" + (f", saved at step {saved}" if saved else ""),
                 hint="add --resume to continue it, or choose another folder with --run-dir or another run.name",
             )
-        if not begun and self.path.is_dir() and any(path.name not in (LOCK, "logs") for path in self.path.iterdir()):
+        if not begun and self.path.is_dir() and any(path.name not in _BEFORE_A_RUN for path in self.path.iterdir()):
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
         if holds_run:
             self._check_same_run(spec)
@@ -153,9 +154,9 @@ class RunDir:
         self.attempt = self._next_attempt()
         self.logs.mkdir(parents=True)
         self._suffix = f".attempt_{self.attempt}" if self.resolved.exists() else ""
+        write_object(self.path / f"resolved{self._suffix}.json", spec.resolved())  # first: that makes it a run
         copy = self.path / f"spec{self._suffix}.toml"
         copy.write_text(as_run(spec_path.read_text(encoding="utf-8"), self.overrides), encoding="utf-8")
-        write_object(self.path / f"resolved{self._suffix}.json", spec.resolved())
         self._record_inputs()
         self.checkpoints.mkdir(exist_ok=True)
         self.journal = Journal(self.path, self.attempt)

@@ -1,5 +1,6 @@
 """Run directories: one run at a time, numbered attempts, no silent change of the spec."""
 
+import errno
 import json
 from contextlib import contextmanager
 
@@ -8,7 +9,7 @@ from running import preset
 
 from rlctl.run.lineage import Fork
 from rlctl.run.run_dir import RunDir
-from specs.errors import RunDirError
+from specs.errors import RlctlError, RunDirError
 from specs.load.load import load_spec
 
 
@@ -78,6 +79,18 @@ def test_a_run_that_never_made_a_step_may_begin_again(tmp_path, spec_path):
         assert again.attempt == 2
         assert not again.as_built.exists()
         assert '"seed": 5' in (again.path / "resolved.json").read_text()
+
+
+def test_a_run_that_found_the_disk_full_as_it_began_may_begin_again(spec_path, monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", str(source))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specs.json_file.os.replace", full)
+        with pytest.raises(RlctlError, match="is full"):
+            RunDir(spec_path.with_name("run")).open(load_spec(spec_path), spec_path, resume=False)
+    with attempt(spec_path, resume=False) as again:
+        assert again.resolved.is_file()
 
 
 def test_a_fork_that_never_made_a_step_leaves_nothing_to_a_plain_run(tmp_path, spec_path):
