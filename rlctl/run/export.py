@@ -152,10 +152,13 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> dict[str, Any]:
     if f"{role}/{PROOF_FILES[_head(role)]}" not in about["files"]:
         unproven = f"step {checkpoint.step} was saved without the proof that an export must repeat"
         raise CheckpointError(unproven, hint="export another step with --step; a resume of the run proves it again")
+    manifest, model = checkpoint.path / checkpoints.MANIFEST, Path(about["model_path"])
     if shutil.which(about["python"]) is None:
-        manifest = checkpoint.path / checkpoints.MANIFEST
         hint = f"put it back, or write another interpreter that has the engine's packages into {manifest}"
         raise CheckpointError(f"the interpreter that trained the {role}, {about['python']}, is not there", hint=hint)
+    if model.is_absolute() and not model.is_dir():  # else a hub id
+        hint = f"put it back, or write where it is now into {manifest}"
+        raise CheckpointError(f"the model that the {role} began with, {model}, is not there", hint=hint)
     return about
 
 
@@ -254,11 +257,9 @@ def _follow(process: subprocess.Popen[bytes], progress: Path, say: Say) -> None:
     """Show how far the process is until it ends. Raises ExportError when it gets nowhere for `STALL_S`."""
     moved, line = time.monotonic(), ""
     while True:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
             return
-        except subprocess.TimeoutExpired:
-            pass
         if progress.is_file():
             now = json.loads(progress.read_text())
             size = f" {now['done'] / 1e9:.2f} of {now['total'] / 1e9:.2f} GB" if now["total"] else ""

@@ -172,7 +172,13 @@ def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):
         manifest.write_text(json.dumps({**content, **more}))
         with pytest.raises(error, match=told):
             export(run, tmp_path / "out", None, "actor")
-    manifest.write_text(json.dumps({**content, "files": {**content["files"], "actor/greedy_proof.json": mark}}))
+    content["files"]["actor/greedy_proof.json"] = mark
+    moved = {"actor": {**content["roles"]["actor"], "model_path": str(tmp_path / "moved")}}
+    manifest.write_text(json.dumps({**content, "roles": moved}))
+    with pytest.raises(CheckpointError, match=r"the actor began with, .*moved, is not there") as caught:
+        export(run, tmp_path / "out", None, "actor")
+    assert str(manifest) in caught.value.hint
+    manifest.write_text(json.dumps(content))
     for out, told in ((tmp_path, "already exists"), (manifest / "out", "cannot be written: ")):
         with pytest.raises(UsageError, match=told):
             export(run, out, None, "actor")
