@@ -112,7 +112,8 @@ def _model_of(what: str, step: int | None) -> str:
 
 def _run(python: str, config: str) -> int:
     """Have the process that holds the model serve it, until a signal ends both."""
-    command, env = [python, "-P", "-m", "workers.episodes.served_model"], with_our_packages()
+    command = [python, "-P", "-m", "workers.episodes.served_model"]
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", **with_our_packages()}  # else it writes a page here before it listens
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=env)
     assert process.stdin is not None
     try:

@@ -133,12 +133,8 @@ class ServedEpisode(AgentEpisode):
 class Served:
     """The conversations of every key."""
 
-    def __init__(self, config: ServeConfig, sampler: SamplerThread) -> None:
-        """Raises ModelError where the tokenizer has no chat template."""
-        self._config, self._sampler = config, sampler
-        codec = load_codec(config.rollout.model.path)
-        renderer = renderer_of(codec)
-        self._chats = ChatsByTools(codec, renderer)
+    def __init__(self, config: ServeConfig, chats: ChatsByTools, sampler: SamplerThread) -> None:
+        self._config, self._chats, self._sampler = config, chats, sampler
         self._requests = 0
         self._written = b""
         self.gateway = gateway_for_agents()
@@ -150,7 +146,6 @@ class Served:
             max_episode_tokens=config.rollout.model.max_sequence_tokens,
             learn_from="all",
         )
-        renderer.render([{"role": "user", "content": "Hi"}])
 
     async def start(self) -> None:
         """Listen. Raises UsageError where the port is taken."""
@@ -207,13 +202,23 @@ def write_among(out: Path, rows: bytes, before: bytes) -> None:
     os.replace(new, out)
 
 
+def chats_of(model_path: str) -> ChatsByTools:
+    """Return a model's chat template. Raises ModelError where there is none, or none that writes a message."""
+    codec = load_codec(model_path)
+    renderer = renderer_of(codec)
+    renderer.render([{"role": "user", "content": "Hi"}])
+    return ChatsByTools(codec, renderer)
+
+
 async def serve(config: ServeConfig) -> None:
     """Serve until a signal comes, or `rlctl serve` is killed."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, over.set)
     die_with_parent(signal.SIGTERM)
-    served = Served(config, SamplerThread(build_sampler(config.rollout), loop))
+    chats = chats_of(config.rollout.model.path)
+    print(f"loading {config.rollout.model.path} with {config.rollout.engine.kind} …", flush=True)
+    served = Served(config, chats, SamplerThread(build_sampler(config.rollout), loop))
     await served.start()
     address = f"http://{config.host}:{served.gateway.port}"
     key = "the key you gave" if config.key else "any key; each has conversations of its own"

@@ -107,6 +107,13 @@ def test_a_wrong_call_starts_nothing(tmp_path: Path, what: str, options: dict[st
         serve(what, **{"out": tmp_path / "rows.jsonl", **options})
 
 
+def test_a_model_without_a_chat_template_is_not_loaded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert serve(str(BUILTIN_FOLDER / "tiny-digits"), tmp_path / "rows.jsonl") == 2
+    shown = capfd.readouterr()
+    assert "has no chat template" in shown.err
+    assert "loading" not in shown.out
+
+
 def test_rows_are_written_among_those_of_others(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     out.write_bytes(b"a line without an end \xff")
