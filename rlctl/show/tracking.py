@@ -6,11 +6,13 @@ everything. `trackers.json` holds what the run is called there, so that a resume
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
@@ -247,29 +249,33 @@ class TrackerClient(ABC):
 
 class TensorBoardTracker(TrackerClient):
     """Write event files. A resumed run writes another file to the same folder; of a step that comes twice, the later
-    value is shown. Hyperparameters: the tab HParams, and the whole spec as text."""
+    value is shown. Hyperparameters: the tab HParams, and the whole spec as text. Not by SummaryWriter: its thread dies
+    of a full disk, and whoever writes then waits forever."""
 
     hint = "see that the run directory can be written to"
 
     def __init__(self, table: tables.TensorBoard, spec: Spec, run_dir: Path, known: Mapping[str, str]) -> None:
-        from tensorboardX import SummaryWriter
-        from tensorboardX.summary import hparams
+        from tensorboardX import event_file_writer, proto, summary
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), write_to_disk=True)
+        (folder := run_dir / "tensorboard").mkdir(exist_ok=True)
+        self._writer = event_file_writer.EventsWriter(str(folder / "events"))
+        self._event, self._summary = proto.event_pb2.Event, summary
         plain = {
             key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
             for key, value in _hyperparameters(spec).items()
         }
-        for summary in hparams(plain, {"reward/mean": 0.0}):  # names the metric that runs are compared by
-            self._writer.file_writer.add_summary(summary)
-        self._writer.add_text("spec", _code(json.dumps(spec.resolved(), indent=2, ensure_ascii=False)), 0)
+        named = summary.hparams(plain, {"reward/mean": 0.0})  # with the metric that runs are compared by
+        text = summary.text("spec", _code(json.dumps(spec.resolved(), indent=2, ensure_ascii=False)))
+        self._write(0, [*named, text])
+
+    def _write(self, step: int, summaries: Sequence[Any]) -> None:
+        for each in summaries:
+            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=each))
+        self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Rows) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        if samples:
-            self._writer.add_text("samples", "\n\n---\n\n".join(map(_markdown, samples)), step)
-        self._writer.flush()
+        shown = [self._summary.text("samples", "\n\n---\n\n".join(map(_markdown, samples)))] if samples else []
+        self._write(step, [*itertools.starmap(self._summary.scalar, metrics.items()), *shown])
 
     def close(self, ended: Ended) -> None:
         self._writer.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 import sys
 import threading
@@ -285,6 +287,26 @@ def test_a_server_that_hangs_holds_no_step_up(tmp_path: Path, monkeypatch: pytes
         "the run waits for tensorboard, which has not taken 4 steps; Ctrl-C ends the wait",
         "tensorboard lacks 2 steps: too many waited for it",
     ]
+
+
+def test_event_files_on_a_full_disk_hold_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    warned, many = list[str](), {f"m/{number}": 1.0 for number in range(40)}
+    trackers = open_trackers(spec_with({"kind": "tensorboard"}), tmp_path, resume=False, say=print, warn=warned.append)
+    monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", full)
+
+    def run_on() -> None:
+        for step in (1, 2):
+            trackers.log({"step": step, **many})
+        trackers.close("failed")
+
+    ended = threading.Thread(target=run_on, daemon=True)
+    ended.start()
+    ended.join(20)
+    assert not ended.is_alive()
+    assert warned == ["tensorboard takes no more metrics from step 1 on: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize(("error", "status"), [(RlctlError("x"), "FAILED"), (Interrupted("x"), "KILLED")])
