@@ -93,6 +93,9 @@ def verify_own_packing(
 
 
 def _check(ours_T: Tensor, expected_T: Tensor, name: str, what: str, dtype: torch.dtype) -> None:
+    if not expected_T.isfinite().all():
+        hint = "take another copy of the weights: some are NaN or infinite, or too large for this dtype"
+        raise ModelError(f"{name} gives {what} that are not finite", hint=hint)
     if not (gap := _relative_gap(ours_T, expected_T)) < _largest(dtype):
         raise ModelError(
             f"{name} gives other {what} on packed sequences than one by one (relative gap {gap:.2g})",

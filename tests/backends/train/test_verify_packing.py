@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def test_a_model_that_mixes_the_sequences_of_a_row_is_refused() -> None:
     verify_own_packing(sums_of_sequences, "A", vocabulary=9, dtype=torch.float32, scores=False)
     with pytest.raises(ModelError, match=r"A gives other logits on packed sequences than one by one"):
         verify_own_packing(sums_of_rows, "A", vocabulary=9, dtype=torch.float32, scores=False)
+    with pytest.raises(ModelError, match=r"A gives logits that are not finite") as caught:
+        verify_own_packing(lambda row: sums_of_rows(row) * nan, "A", vocabulary=9, dtype=torch.float32, scores=False)
+    assert "weights" in caught.value.hint, "the model is not to blame for its architecture"
 
 
 # Longer than any sequence that a start tries.
