@@ -626,6 +626,13 @@ def test_a_template_that_cannot_hold_the_conversation_is_refused(tmp_path: Path,
     assert "use a model whose template" in error.value.hint
 
 
+def test_a_model_whose_files_are_out_of_reach_says_nowhere_that_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # asks nobody
+    family = FAMILIES["glm 4.5"]
+    with pytest.raises(ModelError, match="no token of its own"), conversation(GLM, family.special, family.plain):
+        pass
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [
