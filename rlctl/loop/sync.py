@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.weight_transport import Transport
-from specs.errors import SyncError
+from specs.errors import NotFiniteError, SyncError
 from specs.rounding import Tolerance
 from specs.schema.metric import Metric, metrics
 from specs.schema.recipes import SamplingSpec
@@ -287,6 +287,9 @@ class WeightSync:
         return self._worst_gap(expected_T, answers), seconds
 
     def _worst_gap(self, expected_T: NDArray[Any], answers: Mapping[int, Message]) -> float:
+        if not np.isfinite(expected_T).all():
+            hint = "lower actor.optimizer.lr or the rewards, or continue from an earlier checkpoint"
+            raise NotFiniteError("the actor's log-probs of the probe are not finite: its weights overflow", hint=hint)
         worst, scored = 0.0, np.ones(len(expected_T), dtype=bool)
         scored[self.probe_batch.offsets[:-1]] = False  # a first token has no log-prob
         allowed = self.tolerance.at(float(np.max(np.abs(expected_T))))

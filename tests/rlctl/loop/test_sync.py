@@ -9,7 +9,7 @@ from syncing import ENGINES, Sabotage, build, sync_of
 
 from rlctl.loop.sync import _by_host, _form_for_all
 from rlctl.loop.weight_transport import Transport
-from specs.errors import SyncError
+from specs.errors import NotFiniteError, SyncError
 from specs.wire.bodies import WantedForm
 from specs.wire.messages import Verb
 
@@ -112,6 +112,15 @@ def test_right_bytes_wrong_behaviour(built, off):
     engine.score = lambda batch, temperature: (score(batch, temperature) + off).astype(np.float32)
     with pytest.raises(SyncError, match="right bytes, but rollout 0 does not behave"):
         sync_of(groups, vocab).run()
+
+
+def test_an_actor_that_gives_nan_is_to_blame_and_not_the_sampler(built, monkeypatch):
+    actor, _, groups, vocab = built
+    forward = actor.engine.forward
+    monkeypatch.setattr(actor.engine, "forward", lambda batch: forward(batch) * np.float32("nan"))
+    with pytest.raises(NotFiniteError, match="the actor's log-probs of the probe are not finite") as caught:
+        sync_of(groups, vocab).run()
+    assert "actor.optimizer.lr" in caught.value.hint
 
 
 @pytest.mark.parametrize(
