@@ -6,6 +6,7 @@ everything. `trackers.json` holds what the run is called there, so that a resume
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -46,6 +47,7 @@ class Trackers:
         self, opened: Sequence[tuple[tables.Tracker, TrackerClient]], warn: Say, at_once: Guard = nullcontext
     ) -> None:
         self._sides, self._warn, self._at_once = [_Beside(*one) for one in opened], warn, at_once
+        self._left_out: list[TrackerClient] = []
         self._stdout = redirect_stdout(sys.stderr) if opened else nullcontext()
 
     def log(self, metrics: Mapping[str, Any], samples: Rows = ()) -> None:
@@ -72,6 +74,7 @@ class Trackers:
         if side.failed is not None:
             step, error = side.failed
             self._sides.remove(side)
+            self._left_out.append(side.tracker)
             self._warn(f"{side.table.kind} takes no more metrics from step {step} on: {_words(error)}")
 
     def __enter__(self) -> Self:
@@ -97,6 +100,8 @@ class Trackers:
                 self._warn(f"{side.table.kind} may lack the last metrics: {_words(failure)}")
             if side.lost:
                 self._warn(f"{side.table.kind} lacks {counted(side.lost, 'step')}: too many waited for it")
+        for tracker in self._left_out:  # a server that is away is waited for when all is said
+            atexit.register(_close_quietly, tracker, ended)
 
 
 class _Beside:
@@ -143,6 +148,12 @@ class _Beside:
             except Exception as error:  # of a foreign package and its network: any
                 self.failed = item[0], error
             self._steps.task_done()
+
+
+def _close_quietly(tracker: TrackerClient, ended: Ended) -> None:
+    """Close one that was left out, when Python ends and before its own package does: MLflow would call it finished."""
+    with suppress(Exception):
+        tracker.close(ended)
 
 
 def sample_rows(step: int, samples: Rows) -> Rows:

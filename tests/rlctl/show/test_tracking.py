@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,23 @@ def test_a_tracker_that_fails_later_is_left_out_and_the_others_go_on(
     assert [call["step"] for call in calls("mlflow.log_metrics")] == [1]
     assert [call["data"]["step"] for call in calls("wandb.log")] == [1, 2, 3]
     assert calls("wandb.finish") == [{"exit_code": 0}]
+
+
+def test_a_tracker_that_was_left_out_learns_when_python_ends_how_the_run_ended(
+    tmp_path: Path, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_end: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_end.append(partial(*call)))
+    trackers = open_trackers(spec_with(MLFLOW), tmp_path, resume=False, say=print, warn=print)
+    monkeypatch.setenv("TRACKERS_FAIL_AT", "mlflow.log_metrics")
+    trackers.log({"step": 1, "reward/mean": 1.0})
+    trackers.close("failed")
+    assert not calls("mlflow.end_run"), "a server that is away would be waited for before the error is said"
+    (end,) = at_end
+    end()
+    assert calls("mlflow.end_run") == [{"status": "FAILED"}]
+    monkeypatch.setenv("TRACKERS_FAIL_AT", "mlflow.end_run")
+    end()  # it says nothing more
 
 
 @pytest.mark.parametrize("call", ["mlflow.set_experiment", "mlflow.log_metrics", "mlflow.end_run"])
