@@ -288,7 +288,7 @@ class WeightSync:
 
     def _worst_gap(self, expected_T: NDArray[Any], answers: Mapping[int, Message]) -> float:
         if not np.isfinite(expected_T).all():
-            hint = "lower actor.optimizer.lr or the rewards, or continue from an earlier checkpoint"
+            hint = "lower actor.optimizer.lr, and begin at an earlier checkpoint with --from RUN@STEP"
             raise NotFiniteError("the actor's log-probs of the probe are not finite: its weights overflow", hint=hint)
         worst, scored = 0.0, np.ones(len(expected_T), dtype=bool)
         scored[self.probe_batch.offsets[:-1]] = False  # a first token has no log-prob
