@@ -151,7 +151,7 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> dict[str, Any]:
         raise UsageError("this run's engine is fake: there is no model to export", hint=hint)
     if f"{role}/{PROOF_FILES[_head(role)]}" not in about["files"]:
         unproven = f"step {checkpoint.step} was saved without the proof that an export must repeat"
-        raise CheckpointError(unproven, hint="export another step with --step; a resume of the run proves it again")
+        raise CheckpointError(unproven, hint="export another step with --step; a resume of the run tries it again")
     manifest, model = checkpoint.path / checkpoints.MANIFEST, Path(about["model_path"])
     if shutil.which(about["python"]) is None:
         hint = f"put it back, or write another interpreter that has the engine's packages into {manifest}"

@@ -68,11 +68,14 @@ class Learner(Trainer):
     def _prove(self, folder: Path, asked: bodies.Save) -> dict[str, Any]:
         try:
             proof = self.proof(asked.proof_prompts, asked.proof_tokens)
-            text = json.dumps({"prompts": asked.proof_prompts, **proof}, allow_nan=False)
         except PeerGone:
             raise
         except Exception as error:  # of the model's own code: any
             return {"files": {}, "unproven": f"{type(error).__name__}: {error}"}
+        try:
+            text = json.dumps({"prompts": asked.proof_prompts, **proof}, allow_nan=False)
+        except ValueError:
+            return {"files": {}, "unproven": "its weights give NaN or infinity"}
         if self.rank.rank != 0:
             return {"files": {}}
         path = folder / PROOF_FILES[ROLES[self.config.role].head]

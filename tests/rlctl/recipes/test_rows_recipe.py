@@ -113,6 +113,7 @@ def test_a_loss_that_is_no_number_ends_the_run(name: str, tmp_path: Path) -> Non
             run.steps(4)
         run.saver.save(run.driver, run.done)
         assert "is saved without its proof" in run.said.warnings[-1], "no export is made of weights that give NaN"
+        assert run.said.warnings[-1].endswith("'s: its weights give NaN or infinity")
     assert re.search(r"^step [23]: .*loss is (nan|inf).* in the update\. The run stopped before", str(caught.value))
     role = "reward_model" if name == "bradley_terry" else "actor"
     assert f"lower {role}.optimizer.lr" in caught.value.hint
