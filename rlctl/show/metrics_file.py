@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class MetricsWriter:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file.truncate(start)  # half a line would spoil the file for --resume
+            with suppress(OSError):  # the disk that refused a line may refuse this, too
+                self._file.truncate(start)  # half a line would spoil the file for --resume
             hint = "free disk space, then continue with --resume"
             raise RlctlError(f"cannot write {self.path}: {error.strerror}", hint=hint) from None
         _refuse(metrics["step"], bad)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlctl.show.metrics_file import MetricsWriter, read_metrics, truncate_after
-from specs.errors import NotFiniteError, RunDirError
+from specs.errors import NotFiniteError, RlctlError, RunDirError
 
 
 def write_steps(path: Path, steps: range, **options: int) -> None:
@@ -48,6 +50,18 @@ def test_a_torn_last_line_is_left_out_and_a_bad_middle_one_named(tmp_path: Path)
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(RunDirError, match=r"metrics.jsonl:2"):
         read_metrics(path)
+
+
+def test_a_disk_that_refuses_everything_is_told(tmp_path: Path) -> None:
+    """As one that became read-only after an error: half a line can then not be taken back either."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 1})
+        writer._file.close()
+        writer._file = io.FileIO(os.open(path, os.O_RDONLY), "a")
+        with pytest.raises(RlctlError, match=r"cannot write .*metrics\.jsonl"):
+            writer.write({"step": 2})
+    assert read_metrics(path) == [{"step": 1}]
 
 
 FULL_DISK = """
