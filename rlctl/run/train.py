@@ -322,8 +322,10 @@ class Steps:
 
     def _where_to_resume(self) -> str:
         saved = self.saver.saved
-        if saved <= 0 or not checkpoints.step_path(self.run.checkpoints, saved).is_dir():
+        if saved <= 0:
             return f"no step was saved yet (checkpoint.every = {self.spec.checkpoint.every})"
+        if not (path := checkpoints.step_path(self.run.checkpoints, saved)).is_dir():
+            return f"step {saved} was saved, but {path} is no longer there: where it is now, --resume continues it"
         return f"continue after step {saved}, which is saved, with the same command and --resume"
 
     def _save_last_step(self, why: str) -> None:

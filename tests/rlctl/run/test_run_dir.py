@@ -3,12 +3,14 @@
 import errno
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from running import preset
 
 from rlctl.run.lineage import Fork
 from rlctl.run.run_dir import RunDir
+from rlctl.run.train import Steps
 from specs.errors import RlctlError, RunDirError
 from specs.load.load import load_spec
 
@@ -91,6 +93,12 @@ def test_a_run_that_found_the_disk_full_as_it_began_may_begin_again(spec_path, m
             RunDir(spec_path.with_name("run")).open(load_spec(spec_path), spec_path, resume=False)
     with attempt(spec_path, resume=False) as again:
         assert again.resolved.is_file()
+
+
+def test_a_saved_step_that_was_moved_away_is_not_called_unsaved(tmp_path):
+    steps = Steps.__new__(Steps)
+    steps.run, steps.saver = RunDir(tmp_path), SimpleNamespace(saved=3)
+    assert steps._where_to_resume().startswith(f"step 3 was saved, but {tmp_path}/checkpoints/step_000003 is no longer")
 
 
 def test_a_fork_that_never_made_a_step_leaves_nothing_to_a_plain_run(tmp_path, spec_path):
