@@ -230,8 +230,13 @@ def _original(run_dir: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(error: BaseException) -> str:
     """Return the first lines of a foreign package's message."""
-    text = " ".join((error.message if isinstance(error, RlctlError) else str(error)).split())
+    text = _without_password(" ".join((error.message if isinstance(error, RlctlError) else str(error)).split()))
     return (text[:800] + "…" if len(text) > 800 else text) or type(error).__name__
+
+
+def _without_password(text: str) -> str:
+    """Leave users and passwords out of addresses: what is said goes to the journal and the report, too."""
+    return re.sub(r"//[^/\s]*@", "//", text)
 
 
 # ── the services ──────────────────────────────────────────────────────────────────────────────────
@@ -399,7 +404,7 @@ class MLflowTracker(TrackerClient):
                 mlflow.log_params(dict(values[start : start + self.at_once]))
         mlflow.log_dict(spec.resolved(), "resolved.json")
         self.remembers = {"run_id": run.info.run_id}
-        self.address = f"run {run.info.run_id} of experiment {table.experiment} at {uri}"
+        self.address = f"run {run.info.run_id} of experiment {table.experiment} at {_without_password(uri)}"
 
     def _parameter(self, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
