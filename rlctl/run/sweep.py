@@ -168,13 +168,17 @@ def plan(
 
 
 def _names(combined: Sequence[dict[str, str]]) -> list[str]:
-    """Name each as a folder and a run may be called: `lr_1e-6-seed_0`."""
+    """Name each as a folder and a run may be called, `lr_1e-6-seed_0`, and no two alike. Values that are added behind
+    the others leave every name as it was."""
     keys = list(combined[0])
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: tail if last[tail := key.rpartition(".")[2]] == 1 else key for key in keys}
-    names = ["-".join(f"{short[key]}_{_clean(value)}" for key, value in values.items()) for values in combined]
-    alike = Counter(names)
-    return [f"{name}-{number}" if alike[name] > 1 else name for number, name in enumerate(names)]
+    names = list[str]()
+    for values in combined:
+        name = "-".join(f"{short[key]}_{_clean(value)}" for key, value in values.items())
+        free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))
+        names.append(next(each for each in free if each not in names))
+    return names
 
 
 def _clean(value: str) -> str:

@@ -70,6 +70,17 @@ def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path
     assert (last.run_dir, last.steps, last.state) == (tmp_path / "out" / "lr_1e-2-seed_1", 3, "waiting")
 
 
+def test_values_that_would_be_called_the_same_have_directories_of_their_own(spec: Path, tmp_path: Path) -> None:
+    def names(*seeds: str) -> list[str]:
+        templates = ('"a/{prompt}"', '"b/{prompt}"', '"c/{prompt}1"')
+        swept = {"run.seed": seeds, "data.template": templates}
+        return [trial.run_dir.name for trial in plan(spec, [], swept, tmp_path, starting=True)[0]]
+
+    assert len({*names("0")}) == 3
+    known = names("0", "1")
+    assert [name for name in names("0", "1", "2") if "seed_2" not in name] == known, "an earlier run would begin again"
+
+
 def test_a_key_within_a_table_that_is_swept_is_kept(spec: Path, tmp_path: Path) -> None:
     fixed, swept = expand(
         ["actor.optimizer.warmup_steps=3", "actor.optimizer.eps=1e-4,1e-3", "actor.optimizer={lr=1e-3},{lr=1e-2}"]
