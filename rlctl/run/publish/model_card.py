@@ -14,6 +14,7 @@ from typing import Any
 from rlctl import __version__
 from rlctl.models.paths import public_name
 from rlctl.show import eval_keys
+from rlctl.show.charts import points
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.text_format import number
 from specs.errors import RunDirError
@@ -123,8 +124,10 @@ def _results(exported: ExportedModel) -> list[tuple[str, ...]]:
         return []
     rows: list[tuple[str, ...]] = []
     for key in (*eval_keys.keys(records).values(), *RESULTS):
-        if values := [line[key] for line in records if isinstance(line.get(key), int | float)]:
-            rows.append((f"`{key}`", number(values[0]), number(values[-1])))
+        if found := points(records, key):
+            (_, first), (step, last) = found[0], found[-1]
+            of_step = "" if step == exported.step else f" (step {step})"
+            rows.append((f"`{key}`", number(first), number(last) + of_step))
     return rows
 
 

@@ -50,6 +50,15 @@ def test_it_says_how_far_the_run_came_by_this_step(tmp_path: Path) -> None:
     assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in text
 
 
+def test_an_evaluation_before_the_checkpoint_says_of_which_step_it_is(tmp_path: Path) -> None:
+    lines = [{"step": 2, "reward/mean": 0.2, "eval/test/reward_mean": 0.4}, {"step": 3, "reward/mean": 0.3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    about = {"run": "mine", "model_path": "a/b"}
+    text = model_card(ExportedModel(tmp_path, 3, about, "actor", "bf16", False, "me/mine"), PROOF, tmp_path)
+    assert "| `eval/test/reward_mean` | 0.400 | 0.400 (step 2) |" in text
+    assert "| `reward/mean` | 0.200 | 0.300 |" in text
+
+
 def test_nothing_of_this_machine_is_in_it(tmp_path: Path) -> None:
     text = card(tmp_path, str(tmp_path / "base"), data={"train": str(tmp_path / "rows.jsonl")})
     assert str(tmp_path) not in text
