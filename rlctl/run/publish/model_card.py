@@ -73,7 +73,7 @@ def model_card(exported: ExportedModel, proof: Mapping[str, Any], folder: Path) 
 def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -> str:
     """Return the head that the hub reads: JSON values are YAML."""
     base = _chain(exported)[-1]
-    train = public_name(str(value_at(spec, "data.train") or ""))
+    train = public_name(str(value_at(spec, "data.train") or "")).partition(":")[0]  # without its configuration
     kind = value_at(spec, "algorithm.kind") or value_at(spec, "objective.kind")
     recipe = str(value_at(spec, "run.recipe"))
     values = {

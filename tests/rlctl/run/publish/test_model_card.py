@@ -50,6 +50,10 @@ def test_it_says_how_far_the_run_came_by_this_step(tmp_path: Path) -> None:
     assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in text
 
 
+def test_a_data_set_is_named_without_its_configuration(tmp_path: Path) -> None:
+    assert ModelCard(card(tmp_path, data={"train": "openai/gsm8k:main"})).data.datasets == ["openai/gsm8k"]
+
+
 def test_an_evaluation_before_the_checkpoint_says_of_which_step_it_is(tmp_path: Path) -> None:
     lines = [{"step": 2, "reward/mean": 0.2, "eval/test/reward_mean": 0.4}, {"step": 3, "reward/mean": 0.3}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
