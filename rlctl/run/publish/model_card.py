@@ -72,7 +72,7 @@ def model_card(exported: ExportedModel, proof: Mapping[str, Any], folder: Path) 
 
 def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -> str:
     """Return the head that the hub reads: JSON values are YAML."""
-    base = _chain(exported)[-1]
+    base = _chain(exported)[0 if exported.adapter_only else -1]  # adapters fit what they were trained on alone
     train = public_name(str(value_at(spec, "data.train") or "")).partition(":")[0]  # without its configuration
     kind = value_at(spec, "algorithm.kind") or value_at(spec, "objective.kind")
     recipe = str(value_at(spec, "run.recipe"))

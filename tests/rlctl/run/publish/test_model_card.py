@@ -54,6 +54,16 @@ def test_a_data_set_is_named_without_its_configuration(tmp_path: Path) -> None:
     assert ModelCard(card(tmp_path, data={"train": "openai/gsm8k:main"})).data.datasets == ["openai/gsm8k"]
 
 
+@pytest.mark.parametrize(("alone", "base"), [(True, None), (False, "a/b")])
+def test_adapters_on_the_weights_of_another_run_do_not_name_the_model_that_it_began_with(
+    alone: bool, base: str | None, tmp_path: Path
+) -> None:
+    about = {"run": "mine", "model_path": "/x", "made_from": ["warm, step 3 (sft)", "a/b"]}
+    text = model_card(ExportedModel(tmp_path, 3, about, "actor", "bf16", alone, "me/mine"), PROOF, tmp_path)
+    assert ModelCard(text).data.base_model == base
+    assert "| base model | `warm, step 3 (sft) ← a/b` |" in text
+
+
 def test_an_evaluation_before_the_checkpoint_says_of_which_step_it_is(tmp_path: Path) -> None:
     lines = [{"step": 2, "reward/mean": 0.2, "eval/test/reward_mean": 0.4}, {"step": 3, "reward/mean": 0.3}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
