@@ -55,7 +55,7 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
             "`hf auth login` with a token that may write, or set HF_TOKEN" if code in (401, 403) else "try again later"
         )
         raise UsageError(f"{option}: the hub answered {code}: {_words(error)}", hint=hint) from None
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError, ValueError) as error:  # a sign-in page is no JSON
         hint = "see that this machine reaches the hub, or push later: `hf upload NAME OUT_DIR --private`"
         raise UsageError(f"{option}: the hub cannot be reached: {_words(error)}", hint=hint) from None
     if not there.private and not public:

@@ -102,6 +102,15 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(hub: PushedHub, monkeypatc
             find_repo("mine", public=False)
 
 
+@pytest.mark.parametrize("name", ["mine", "me/mine"])
+def test_a_sign_in_page_in_place_of_the_hub_is_not_the_hub(
+    name: str, hub: PushedHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_pushed.PushHandler, "_say", lambda self, *_, **__: self._send(200, b"<html>sign in</html>"))
+    with pytest.raises(UsageError, match="the hub cannot be reached"):
+        find_repo(name, public=False)
+
+
 @pytest.mark.parametrize("public", [False, True])
 def test_the_command_that_tries_again_does_what_the_push_would_have_done(
     hub: PushedHub, folder: Path, public: bool
