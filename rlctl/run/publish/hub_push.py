@@ -6,6 +6,7 @@ What would refuse the upload is found out before the export. A repository is pri
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +79,8 @@ def push(repo: HubRepo, folder: Path, message: str) -> str:
         api.upload_folder(repo_id=repo.name, folder_path=folder, commit_message=message, delete_patterns=_WEIGHTS)
     except (HTTPError, OSError, ValueError, RuntimeError, KeyboardInterrupt) as error:
         kind = Interrupted if isinstance(error, KeyboardInterrupt) else ExportError
-        again = f"hf upload {repo.name} {folder}{' --private' * (not repo.public)} --delete '*.safetensors*'"
+        private = " --private" * (not repo.public)
+        again = f"hf upload {repo.name} {shlex.quote(str(folder))}{private} --delete '*.safetensors*'"
         message = f"{folder} is exported, but not on the hub: {_words(error)}"
         raise kind(message, hint=f"`{again}` tries again") from None
     return f"{api.endpoint}/{repo.name}"

@@ -129,6 +129,14 @@ def test_the_command_that_tries_again_does_what_the_push_would_have_done(
     assert hub.repos["me/mine"].files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def test_the_command_that_tries_again_names_a_folder_with_spaces(hub: PushedHub, folder: Path) -> None:
+    hub.refuses.add("create")
+    spaced = folder.rename(folder.with_name("my export"))
+    with pytest.raises(ExportError) as caught:
+        push(find_repo("mine", public=False), spaced, "x")
+    assert str(spaced) in shlex.split(caught.value.hint.split("`")[1])
+
+
 @pytest.mark.parametrize(("what", "said"), [("create", "don't have the rights"), ("commit", "over your quota")])
 def test_a_refused_push_leaves_the_export_and_says_how_to_push_it(
     hub: PushedHub, folder: Path, what: str, said: str
