@@ -70,12 +70,11 @@ def _episode(pieces: Sequence[Any]) -> str:
     """Show what followed the prompt: of the policy each token with its log-prob, of others plain text."""
     shown, left = [], 4 * TEXT_SHOWN
     for piece in pieces[1:]:
-        tokens = piece.get("tokens", [[piece["text"][:left], None]])
-        left -= len(piece["text"])
-        spans = (
-            html(text) if logprob is None else f"<i title='{html(number(logprob))}'>{html(text)}</i>"
-            for text, logprob in tokens
-        )
+        spans = []
+        for text, logprob in piece.get("tokens", [[piece["text"], None]]):
+            cut = html(text[: max(0, left)])
+            spans.append(cut if logprob is None or not cut else f"<i title='{html(number(logprob))}'>{cut}</i>")
+            left -= len(text)
         shown.append(f"<span class={'wrote' if 'tokens' in piece else 'told'}>{''.join(spans)}</span>")
         if left <= 0:
             shown.append(" …")

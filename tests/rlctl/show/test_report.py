@@ -377,6 +377,18 @@ def test_a_run_and_a_person_may_write_its_page_at_the_same_time(tmp_path: Path) 
     assert [(each.name, each.stat().st_size) for each in tmp_path.iterdir()] == [("page.html", 1_000_000)]
 
 
+def test_a_long_episode_is_cut_as_other_samples_are(tmp_path: Path) -> None:
+    own = {"text": "ab" * 9000, "tokens": [["ab", -0.5]] * 9000}
+    pieces = [{"text": "asked"}, {"text": "ab", "tokens": [["ab", -0.5]]}, {"text": "told"}, own, {"text": "late"}]
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"step": 1, "pieces": pieces, "reward": 1.0}) + "\n")
+    page = sample_sections(tmp_path / "samples.jsonl", "Samples")
+    assert page.count("<i title='-0.500'>ab</i>") == (2400 - len("told")) / 2
+    assert page.count("<i ") == page.count("<i title='-0.500'>ab</i>")
+    assert "told" in page
+    assert "late" not in page
+    assert " …</pre>" in page
+
+
 def test_a_page_takes_no_more_memory_than_the_samples_on_it(tmp_path: Path) -> None:
     line = json.dumps({"step": 1, "name": "held", "prompt": "p" * 2000, "completion": "c" * 2000, "reward": 1.0}) + "\n"
     (tmp_path / "eval.jsonl").write_text(4000 * line)
