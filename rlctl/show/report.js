@@ -18,7 +18,7 @@ const shapesOf = (series, stacked) => {  // [kind, class, points] of what is dra
   let floor = series[0].map(([x]) => [x, 0]);
   return series.flatMap((own, i) => {
     const colour = `s${i % 8}`;
-    if (stacked) {
+    if (stacked && own.length > 1) {
       const below = floor;
       floor = own.map(([x, y], j) => [x, y + below[j][1]]);
       return [['polygon', `band ${colour}`, [...floor, ...below.slice().reverse()]]];

@@ -304,6 +304,14 @@ def test_charts_stay_inside_their_frame(values: list[float], stacked: bool) -> N
 
 
 @needs_node
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_chart_of_one_step_shows_it(stacked: bool) -> None:
+    asks = "console.log(JSON.stringify(svgs[0].children.find(c => c.kind === 'svg').children.map(c => c.kind)))"
+    figure = chart("x", {"a": [(1.0, 2.0)], "b": [(1.0, 3.0)]}, stacked=stacked)
+    assert in_browser(asks, figure) == ["circle", "circle"], "a polygon of one step has no area"
+
+
+@needs_node
 def test_best_worst_and_cut_off_samples_can_be_picked() -> None:
     rows = [
         {"data-i": str(i), "data-reward": "" if i == 35 else str(i * 7 % 40), "data-graded": "no" if i == 35 else "yes",
