@@ -106,9 +106,9 @@ def load_codec(model_path: str, *, trust_remote_code: bool = False, today: str =
 
             loaded = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken tokenizer.json
-        raise _no_tokenizer(model_path, error) from error
+        raise _unusable(model_path, error) from error
     if len(loaded) <= len(loaded.added_tokens_decoder):  # transformers makes an empty one where there are no files
-        raise _no_tokenizer(model_path, ValueError("it has no vocabulary"))
+        raise _unusable(model_path, ValueError("it has no vocabulary"))
     return TextCodec(loaded, model_path, today)
 
 
@@ -121,15 +121,15 @@ def _class_without_torch(model_path: str) -> str | None:
     return name if known and tokenizer.get("tokenizer_class") in (name, f"{name}Fast") else None
 
 
-def _no_tokenizer(model_path: str, error: Exception) -> ModelError:
+def _unusable(model_path: str, error: Exception, what: str = "tokenizer") -> ModelError:
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "trust_remote_code" in str(error):
-        hint = "its tokenizer runs its own code: read it, then set model.trust_remote_code = true"
+        hint = "it runs its own code: read it, then set model.trust_remote_code = true"
     elif Path(model_path).is_dir():
-        hint = "put tokenizer.json and tokenizer_config.json beside config.json"
+        hint = "put config.json, tokenizer.json and tokenizer_config.json there"
     else:
         hint = "check the name; without a network the model must lie in the Hugging Face cache or in a folder"
-    return ModelError(f"no usable tokenizer at {model_path}: {words}", hint=hint)
+    return ModelError(f"no usable {what} at {model_path}: {words}", hint=hint)
 
 
 def token_ids(value: Any) -> Iterable[int]:
@@ -140,9 +140,12 @@ def token_ids(value: Any) -> Iterable[int]:
 
 
 def pad_token_of(model_path: str, *, trust_remote_code: bool = False) -> int | None:
-    """Return the padding token that a model's `config.json` names, as transformers reads it."""
+    """Return the padding token that a model's `config.json` names, as transformers reads it. Raises ModelError."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unusable(model_path, error, "config") from error
     found = getattr(config.get_text_config(), "pad_token_id", None)
     return int(found) if isinstance(found, int) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import specs
-from backends.hf.tokenizer import load_codec
+from backends.hf.tokenizer import load_codec, pad_token_of
 from specs.errors import ModelError
 
 BUILTIN = Path(specs.__file__).parent / "builtin"
@@ -67,3 +67,11 @@ def test_a_missing_or_broken_tokenizer_is_a_model_error(tmp_path: Path, content:
         load_codec(str(tmp_path))
     assert str(tmp_path) in error.value.message
     assert "tokenizer.json" in error.value.hint
+
+
+def test_a_config_with_code_of_its_own_names_the_key_that_lets_it_run(tmp_path: Path) -> None:
+    own = '{"model_type": "of_its_own", "auto_map": {"AutoConfig": "configuration.OwnConfig"}}'
+    (tmp_path / "config.json").write_text(own, "utf-8")
+    with pytest.raises(ModelError, match="contains custom code") as error:
+        pad_token_of(str(tmp_path))
+    assert "model.trust_remote_code = true" in error.value.hint
