@@ -160,6 +160,7 @@ def test_parquet(tmp_path: Path, codec: TextCodec) -> None:
     [
         (lambda arrow: arrow.array([4 * 10**17], arrow.timestamp("us")), "holds what Python cannot: date value"),
         (lambda arrow: arrow.StructArray.from_arrays([arrow.array([1])] * 2, ["a", "a"]), "duplicate field names"),
+        (lambda arrow: arrow.array([[("a", 1)] * 2], arrow.map_(arrow.string(), arrow.int64())), "duplicate key"),
     ],
 )
 def test_parquet_values_that_python_does_not_have(column: Any, words: str, tmp_path: Path, codec: TextCodec) -> None:
@@ -171,6 +172,17 @@ def test_parquet_values_that_python_does_not_have(column: Any, words: str, tmp_p
     with pytest.raises(DataError, match=words) as caught:
         table_of(tmp_path, codec, train="rows.parquet")
     assert "leave that column out" in caught.value.hint
+
+
+def test_a_map_of_a_table_is_an_object_of_the_row(tmp_path: Path) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    of_text = arrow.map_(arrow.string(), arrow.string())
+    column = arrow.array([[{"unit": "m"}], None], arrow.list_(of_text))
+    parquet.write_table(arrow.table({"prompt": ["p", "q"], "tests": column}), tmp_path / "rows.parquet")
+    rows = read_rows("rows.parquet", split="", base=tmp_path, max_rows=None)
+    assert [row.values["tests"] for row in rows] == [[{"unit": "m"}], None]
 
 
 def test_messages_and_tools_of_a_table_are_as_they_were_written(
