@@ -12,6 +12,7 @@ LM_HEADS = ("lm_head.weight", "lm_head.bias")
 SCORE_LAYER = "score.weight"
 PART_NAMES = {
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }

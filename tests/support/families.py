@@ -350,4 +350,10 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "text_config": FAMILIES["mistral"].config,
         "vision_config": {**_OF_LAYERS, "model_type": "pixtral", "head_dim": 8},
     },
+    "idefics3": {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        **{"image_token_id": 20, "scale_factor": 2, "pad_token_id": 0},
+        "text_config": {**FAMILIES["llama"].config, "pad_token_id": 0},
+        "vision_config": {**_OF_LAYERS, "model_type": "idefics3_vision"},
+    },
 }

@@ -47,7 +47,7 @@ def load(folder: Path, name: str) -> Any:
     )
 
 
-@pytest.mark.parametrize(("name", "engine"), list(zip(COMPOSITES, ("ddp", "fsdp2", "ddp"), strict=True)))
+@pytest.mark.parametrize(("name", "engine"), list(zip(COMPOSITES, ("ddp", "fsdp2", "ddp", "ddp"), strict=True)))
 def test_it_trains_alone_and_comes_back_in_its_folder(tmp_path: Path, name: str, engine: str) -> None:
     folder, batch = write_composite(tmp_path / "model", name), family_batch()
     trainer = build_engine(
