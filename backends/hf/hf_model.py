@@ -138,6 +138,8 @@ def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
     check_positions(config, text)
     _check_one_rope(config, text)
     unknown = set(getattr(text, "layer_types", None) or ()) - LAYER_KINDS
+    if getattr(text, "use_bidirectional_attention", None) is True:  # PaliGemma's; Gemma 4 says "vision"
+        unknown.add("bidirectional_attention")
     if unknown:
         raise ModelError(f"model {config.path}: layers of kind {', '.join(sorted(unknown))} are not supported")
 

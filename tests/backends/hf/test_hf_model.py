@@ -176,6 +176,13 @@ def test_a_family_whose_language_model_has_no_class_is_refused() -> None:
         language_model_config(CONFIG_MAPPING["qwen2_vl"](), "qwen2_vl")
 
 
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    """PaliGemma's language model does: its config says so where a folder does not."""
+    paligemma = {"model_type": "paligemma", "text_config": FAMILIES["gemma2"].config, "vision_config": {}}
+    with pytest.raises(ModelError, match="layers of kind bidirectional_attention are not supported"):
+        build_without_memory(model_config(write_model(tmp_path, paligemma)))
+
+
 def test_a_folder_that_says_nothing_of_ties_has_those_of_its_language_model(tmp_path: Path) -> None:
     """Mistral Small 3.1 is published so; transformers' class of the whole ties where nothing is said."""
     whole = Mistral3Config(**{**COMPOSITES["mistral3"], "tie_word_embeddings": False})
