@@ -104,7 +104,8 @@ def _state(journal: Records, records: Records, running: bool) -> str:
         return ""
     if last["event"] == "start":
         headline = f"Ended after step {step} without a word: it was killed, or its host went away."
-        body = "<p>rlctl train RUN_DIR --resume continues it.</p>"
+        again = "Evaluate again" if is_evaluation(journal) else "rlctl train RUN_DIR --resume continues it"
+        body = f"<p>{again}.</p>"
     else:
         headline = f"{'Interrupted' if last.get('outcome') == 'interrupted' else 'Failed'} after step {step}"
         hint = f"<p>{html(last['hint'])}</p>" if last.get("hint") else ""

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from rlctl.show.charts import chart, thin
-from rlctl.show.journal import Journal
+from rlctl.show.journal import EVALUATION, Journal
 from rlctl.show.report import render, write_report
 from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
 from rlctl.show.report_page import SCRIPT
@@ -202,6 +202,14 @@ def test_the_page_says_how_the_run_ended(tmp_path: Path, end: dict | None, runni
     assert "actor rank 0: &lt;died&gt;" in text or not end or "error" not in end or end["outcome"] != "failed"
     assert "all &lt;completions&gt; score 0" in text
     assert ('http-equiv="refresh"' in source) is ('data-refresh="15"' in source) is running
+
+
+def test_an_evaluation_that_was_killed_is_not_to_be_resumed(tmp_path: Path) -> None:
+    """`rlctl train --resume` would train in its folder."""
+    for event in ("start", EVALUATION):
+        Journal(tmp_path, 1).add(event)
+    assert "<p>Evaluate again.</p>" in (source := render(tmp_path))
+    assert "--resume" not in source
 
 
 def test_an_evaluation_before_the_first_step_is_shown(tmp_path: Path) -> None:
