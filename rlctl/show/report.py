@@ -156,7 +156,8 @@ def _summary(records: Records, planned: object) -> str:
     tiles["completions finished"] = _first_and_last(steps, "rollout/finished", share)
     if failed := sum(map(_failures, steps)):
         tiles["failed grades"] = count(failed)
-    if restarts := max((y for _, y in points(steps, "rollout/restarts")), default=0):
+    counts = [*(y for _, y in points(steps, "rollout/restarts")), 0]
+    if restarts := sum(before for before, after in itertools.pairwise(counts) if after < before):  # each attempt's last
         tiles["sampler restarts"] = count(restarts)
     if fewer := next((found for record in reversed(steps) if (found := replicas(record))), ""):
         tiles["samplers"] = replicas(steps[-1]) or f"all, at times {fewer}"

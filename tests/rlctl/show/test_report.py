@@ -212,6 +212,12 @@ def test_an_evaluation_that_was_killed_is_not_to_be_resumed(tmp_path: Path) -> N
     assert "--resume" not in source
 
 
+def test_restarts_of_every_attempt_count(tmp_path: Path) -> None:
+    lines = [{"step": step, "rollout/restarts": n} for step, n in enumerate([0, 1, 3, 0, 2], start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "<dt>sampler restarts</dt><dd>5</dd>" in render(tmp_path)
+
+
 def test_an_evaluation_before_the_first_step_is_shown(tmp_path: Path) -> None:
     """All that there is where `rlctl eval` measured a model."""
     assert "No step has ended yet." in render(tmp_path)
