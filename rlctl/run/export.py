@@ -109,7 +109,7 @@ def _check_options(folder: Path, out_dir: Path, *, adapter_only: bool, push_to_h
     if adapter_only and not (folder / "adapter_config.json").is_file():
         hint = "leave it out: the whole model was trained"
         raise UsageError(f"--adapter-only: it was not trained with {role}.lora", hint=hint)
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    if os.path.lexists(out_dir) and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
     if public and push_to_hub is None:
         raise UsageError("--public: only with --push-to-hub", hint="add --push-to-hub NAME, or leave it out")

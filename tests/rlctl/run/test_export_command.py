@@ -179,6 +179,7 @@ def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):
         export(run, tmp_path / "out", None, "actor")
     assert str(manifest) in caught.value.hint
     manifest.write_text(json.dumps(content))
-    for out, told in ((tmp_path, "already exists"), (manifest / "out", "cannot be written: ")):
+    (link := tmp_path / "link").symlink_to("nowhere")
+    for out, told in ((tmp_path, "already exists"), (link, "already exists"), (manifest / "o", "cannot be written: ")):
         with pytest.raises(UsageError, match=told):
             export(run, out, None, "actor")
