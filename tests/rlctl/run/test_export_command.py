@@ -10,6 +10,7 @@ import sys
 
 import psutil
 import pytest
+from process_ends import ended
 from running import REPO, start, wait_for
 
 from rlctl.models.paths import BUILTIN_FOLDER
@@ -68,9 +69,11 @@ def test_what_a_killed_one_left_goes_with_the_next_to_the_same_place(run, tmp_pa
         command.send_signal(signal.SIGSTOP)
         _remove_what_was_killed(out)
         (left,) = within.glob(".out-*")
+        children = psutil.Process(command.pid).children()
     finally:
         command.kill()
         command.communicate()
+    assert all(ended(child.pid) for child in children), "until it ends it may write there, or still hold the lock"
     with pytest.raises(ExportError, match="actor has no model"):
         export(run, out, None, "actor", "fp32")
     assert not left.exists()
