@@ -176,11 +176,16 @@ def save(
 
 def prune(root: Path, keep: int) -> None:
     """Drop all but the `keep` newest checkpoints, the newest with a proof, and those that are pinned."""
-    paths = [step_path(root, step) for step in steps_in(root)]
-    proven = [path for path in paths if read_or_empty(path / MANIFEST).get("proven")]
-    for old in paths[:-keep]:
-        if old not in proven[-1:] and not _is_pinned(old):
-            _remove(old)
+    saved = manifests(root)
+    proven = [step for step, manifest in saved.items() if manifest.get("proven")]
+    for old in [*saved][:-keep]:
+        if old not in proven[-1:] and not _is_pinned(step_path(root, old)):
+            _remove(step_path(root, old))
+
+
+def manifests(root: Path) -> dict[int, dict[str, Any]]:
+    """Return what each saved step says of itself, the oldest first; {} of one that cannot be read."""
+    return {step: read_or_empty(step_path(root, step) / MANIFEST) for step in steps_in(root)}
 
 
 def add_files(path: Path, written: Marks, about: Mapping[str, Any]) -> None:

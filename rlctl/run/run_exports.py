@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rlctl.models.run_export import FOLDER, RunExport
 from rlctl.preflight.file_problems import file_problems
-from rlctl.run.checkpoints import run_and_step, step_path, steps_in
+from rlctl.run.checkpoints import manifests, run_and_step
 from rlctl.run.run_lock import LOCK
 from rlctl.show.journal import read_journal
 from rlctl.show.screen import Screen
@@ -83,8 +83,7 @@ def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, nam
     exported = [RunExport(run, role, step) for role in wanted] if step is not None else []
     if there := [export for export in exported if export.folder.is_dir()]:
         return there[0]
-    root = run / "checkpoints"
-    saved = {number: read_or_empty(step_path(root, number) / "manifest.json") for number in steps_in(root)}
+    saved = manifests(run / "checkpoints")
     proven = [number for number, manifest in saved.items() if manifest.get("proven") and step in (None, number)]
     listed = ", ".join(map(str, saved))
     if not saved:
