@@ -24,7 +24,7 @@ from workers.data.conversations import (
     rendered,
     tools_of,
 )
-from workers.data.row_source import DataRow, DroppedRows
+from workers.data.row_source import DataRow, DroppedRows, without_nulls
 from workers.joined_text import TextTokens, begun, ended, joined, without_padding
 
 if TYPE_CHECKING:  # a check of the first rows needs no arrays
@@ -470,16 +470,11 @@ def _messages(value: Any, column: str, role: str) -> list[Message]:
 def _whole_conversations(prompt: Any, chosen: Any, rejected: Any) -> bool:
     """Tell whether both are lists of messages that hold the prompt: they begin with the same one of the user or the
     system, and a prompt that is a list of messages is in them."""
-    lists = [[*map(_without_nulls, each)] for each in (chosen, rejected) if isinstance(each, list) and each]
-    asked = [*map(_without_nulls, prompt)] if isinstance(prompt, list) else []
+    lists = [without_nulls(each) for each in (chosen, rejected) if isinstance(each, list) and each]
+    asked = without_nulls(prompt) if isinstance(prompt, list) else []
     first = lists[0][0] if len(lists) == 2 and lists[0][0] == lists[1][0] else None
     begun = isinstance(first, dict) and first.get("role") != ASSISTANT
     return begun and all(message in each for each in lists for message in asked)
-
-
-def _without_nulls(message: Any) -> Any:
-    """Return a message without keys that only some columns of a file have."""
-    return {key: one for key, one in message.items() if one is not None} if isinstance(message, dict) else message
 
 
 def _text(values: Mapping[str, Any], column: str) -> str:

@@ -168,7 +168,7 @@ def _parquet(path: Path) -> Iterator[DataRow]:
 def _as_written(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of a table with messages and tools as they were written: the table gives each the keys of all
     others, with nulls, and a template would write these."""
-    return {name: _without_nulls(value) if _of_chat(value) else value for name, value in values.items()}
+    return {name: without_nulls(value) if _of_chat(value) else value for name, value in values.items()}
 
 
 def _of_chat(value: Any) -> bool:
@@ -176,10 +176,11 @@ def _of_chat(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) and marks & one.keys() for one in value)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Return a value without keys that are null, at any depth: a table gives them to rows that lack them."""
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _hub(source: str, split: str) -> Iterator[DataRow]:
