@@ -446,11 +446,13 @@ class ExampleReader:
         tokens, offsets = self.codec.encode_with_offsets(text)
         found, last = list[tuple[int, int]](), 0
         for token, (begin, end) in zip(tokens, offsets, strict=True):
-            blank = self._keeps_blanks and last < begin and text[last:begin].isspace()
-            begin, last = last if blank else begin, end
-            core = text[begin:end].strip() if token in self.codec.special_ids else ""
-            begin += text[begin:end].find(core) if core else 0
-            found.append((begin, begin + len(core) if core else end))
+            if self._keeps_blanks and last < begin and text[last:begin].isspace():
+                begin = last
+            last = end
+            if token in self.codec.special_ids and (core := text[begin:end].strip()):
+                begin = text.index(core, begin)
+                end = begin + len(core)
+            found.append((begin, end))
         return tokens, found
 
     def _check(self, sequence: Learned) -> None:
