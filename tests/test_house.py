@@ -59,7 +59,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "memory": (1_110, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_650, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_494, 2_000, ("rlctl/show",)),
-    "run": (3_249, 2_200, ("rlctl/run",)),
+    "run": (3_253, 2_200, ("rlctl/run",)),
     "grading": (1_615, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         4_131,
@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_492, 15_000, ("backends",)),
-    "four packages": (60_573, 50_000, WINGS),
+    "engines, packing, weights": (16_500, 15_000, ("backends",)),
+    "four packages": (60_583, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (48_570, 38_000, ("tests",)),
+    "tests with their cases": (48_571, 38_000, ("tests",)),
     "docs": (3_713, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

@@ -35,6 +35,7 @@ from backends.hf.score_layer import (
     score_names,
     wrong_score_layer,
 )
+from backends.hf.tokenizer import own_code_hint
 from backends.packed import packed_attention, state_layers
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
@@ -239,8 +240,8 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
     """The error of transformers in one line, with a hint."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if "trust_remote_code" in str(error):
-        hint = "it runs its own code: read it, then set model.trust_remote_code = true"
+    if own := own_code_hint(error):
+        hint = own
     elif isinstance(error, KeyError):
         reason = f"config.json names {reason}, which this transformers does not know"
         hint = "repair config.json, or give the role an interpreter with the transformers that the model needs"

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from backends.hf.adapted_layers import chosen_layers, layer_sizes
 from backends.hf.adapter_names import down_of, up_of, wire_name
 from backends.hf.constant_parameters import constants_as_buffers
-from backends.hf.tokenizer import token_ids
+from backends.hf.tokenizer import own_code_hint, token_ids
 from backends.protocol import OnMeta, WeightSpec
 from backends.weights.tensor_bytes import DTYPES, named_weights, wire_dtype
 from specs.errors import ModelError
@@ -65,7 +65,8 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ModelError(f"model {config.path}: {said}", hint="model.path must hold a causal language model") from None
+        hint = own_code_hint(error) or "model.path must hold a causal language model"
+        raise ModelError(f"model {config.path}: {said}", hint=hint) from None
     for parameter in model.parameters():  # but not buffers, which engines hold in fp32
         parameter.data = parameter.data.to(DTYPES[config.dtype])
     model.tie_weights()

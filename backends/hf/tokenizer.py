@@ -121,10 +121,16 @@ def _class_without_torch(model_path: str) -> str | None:
     return name if known and tokenizer.get("tokenizer_class") in (name, f"{name}Fast") else None
 
 
+def own_code_hint(error: BaseException) -> str:
+    """Return what to do where a model cannot be used because it runs code of its own; "" where it is not that."""
+    named = "trust_remote_code" in str(error)
+    return "it runs its own code: read it, then set model.trust_remote_code = true" if named else ""
+
+
 def _unusable(model_path: str, error: Exception, what: str = "tokenizer") -> ModelError:
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if "trust_remote_code" in str(error):
-        hint = "it runs its own code: read it, then set model.trust_remote_code = true"
+    if own := own_code_hint(error):
+        hint = own
     elif Path(model_path).is_dir():
         hint = "put config.json, tokenizer.json and tokenizer_config.json there"
     else:

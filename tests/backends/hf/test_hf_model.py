@@ -71,10 +71,11 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
         build_model(model_config(tmp_path, from_scratch=False), load_weights=True)
 
 
-def test_a_model_with_code_of_its_own_names_the_key_that_lets_it_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [build_without_memory, model_shape])
+def test_a_model_with_code_of_its_own_names_the_key_that_lets_it_run(tmp_path: Path, build: Any) -> None:
     own = {**QWEN2, "model_type": "of_its_own", "auto_map": {"AutoConfig": "configuration.OwnConfig"}}
     with pytest.raises(ModelError, match="contains custom code") as error:
-        build_without_memory(model_config(write_model(tmp_path, own)))
+        build(model_config(write_model(tmp_path, own)))
     assert "model.trust_remote_code = true" in error.value.hint
 
 
