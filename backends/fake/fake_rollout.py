@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from backends import activity
 from backends.fake import bigram
+from backends.hf.tokenizer import end_tokens_of
 from backends.protocol import OnMeta, Rank, WeightSpec
-from backends.rollout.stop_tokens import end_tokens_of, stop_tokens
+from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_keys, uniform
 from backends.sample_requests import Completion, SampleRequest

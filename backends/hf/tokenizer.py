@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
 from specs.json_file import read_or_empty
+from specs.model_facts import merged_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,6 +86,17 @@ class TextCodec:
         added = self.tokenizer.added_tokens_decoder
         return frozenset((*self.tokenizer.all_special_ids, *(id_ for id_, one in added.items() if one.special)))
 
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a completion: of the model's configs, where they are within reach, and of the tokenizer."""
+        from transformers.utils.hub import cached_file
+
+        file = None
+        with suppress(OSError):
+            file = cached_file(self.model_path, "config.json")
+        ids = end_tokens_of(Path(file).parent) if file else set()
+        return frozenset((*ids, *token_ids(self.tokenizer.eos_token_id)))
+
     def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
         """Return the text of each token sequence, spaces exactly as generated. `special_tokens`: with these in it."""
         if not sequences:
@@ -143,6 +157,16 @@ def token_ids(value: Any) -> Iterable[int]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def end_tokens_of(folder: Path) -> set[int]:
+    """`eos_token_id` of `config.json` and `generation_config.json`, read without transformers."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            content = merged_config(json.loads((folder / name).read_text("utf-8")))
+            ids |= set(token_ids(content.get("eos_token_id")))
+    return ids
 
 
 def pad_token_of(model_path: str, *, trust_remote_code: bool = False) -> int | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from backends.hf.tokenizer import TextCodec, load_codec, token_ids
 from specs.errors import ModelError
-from specs.model_facts import merged_config
 from specs.wire.role_config import RolloutConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -30,26 +28,6 @@ def stop_tokens(own: Iterable[int], config: RolloutConfig, *, ask_tokenizer: boo
         ids |= set(token_ids(codec.tokenizer.eos_token_id))
         ids |= {single_token(codec, text) for text in config.stop}
     return frozenset(ids)
-
-
-def end_tokens_of(folder: Path) -> set[int]:
-    """`eos_token_id` of `config.json` and `generation_config.json`, read without transformers."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            content = merged_config(json.loads((folder / name).read_text("utf-8")))
-            ids |= set(token_ids(content.get("eos_token_id")))
-    return ids
-
-
-def named_end_tokens(path: str, codec: TextCodec) -> set[int]:
-    """Return the tokens that end a completion of the model at a folder or hub id: end tokens of its configs and of its
-    tokenizer."""
-    from transformers.utils.hub import cached_file
-
-    file = cached_file(path, "config.json")
-    ids = end_tokens_of(Path(file).parent) if file is not None else set()
-    return ids | set(token_ids(codec.tokenizer.eos_token_id))
 
 
 def _has_tokenizer(path: str) -> bool:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from backends.rollout.stop_tokens import named_end_tokens
 from specs.errors import ModelError
 from specs.text import show
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
@@ -251,16 +250,11 @@ class ChatTurns:
         usual = (*(style.end for style in self._styles.values()), self._codec.end_id)
         end = next((token for token in usual if token in ends), ends[0] if ends else None)
         closed = self._renderer.render([*_ASKED, turn], begins_answer=False, tools=self._tools).rpartition(last)[2]
-        if end is None or not (self._text([end]) in closed or self._stops_at(end)):
+        # GLM ends an answer with the first token of who speaks next.
+        if end is None or not (self._text([end]) in closed or end in self._codec.stop_ids):
             raise self._fault("ends the assistant's turn with no token of its own")
         keeps = thought.startswith(self._asked) and (not self._thought or f"{self._mark}thought" in thought)
         return _ReplyStyle(end, ends[: ends.index(end)], write, keeps)
-
-    def _stops_at(self, token: int) -> bool:
-        """Return whether the model's files name a token as its end: GLM writes the first one of who speaks next."""
-        with suppress(OSError):  # of a hub id, they may be out of reach
-            return token in named_end_tokens(self._codec.model_path, self._codec)
-        return False
 
     # ── tokens ────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,18 @@ class LearnedText:
 
     text: str
     spans: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """The special tokens of a model as text. `stops`: those that end what it writes."""
+
+    specials: tuple[str, ...]
+    stops: tuple[str, ...] = ()
+
+    def first_of(self, text: str) -> str:
+        """Return the stop that a text begins with, or nothing."""
+        return next((stop for stop in self.stops if text.startswith(stop)), "")
 
 
 def checked_messages(value: Any, column: str) -> list[Message]:
@@ -115,15 +127,16 @@ def learned_text(
     messages: Sequence[Message],
     learned: Sequence[int] | None,
     chats: ChatRenderer,
-    ends_turn: Callable[[str], bool],
+    ends: TurnEnds,
     tools: Sequence[Any] | None = None,
 ) -> LearnedText:
     """Return the conversation as text, with the spans of the messages numbered in `learned`; None: all is learned.
 
     An answer begins where the template, asked for one, stops before it; another message where the conversation before
-    it ends. Each ends where the conversation up to it does, but for blanks behind the token that ends the turn
-    (`ends_turn`). Raises BadRow where the template writes a message otherwise once others follow, or begins it
-    otherwise than it asks for it: which tokens are the message cannot be told then.
+    it ends. Each ends where the conversation up to it does, but for blanks behind the token that ends the turn, and
+    with the token of who speaks next where that ends an answer. Raises BadRow where the template writes a message
+    otherwise once others follow, or begins it otherwise than it asks for it: which tokens are the message cannot be
+    told then.
     """
     said = [plain(message) for message in messages]
 
@@ -148,14 +161,27 @@ def learned_text(
                 f"message {number}: the chat template begins it otherwise than it asks the model for it "
                 f"({show(before[-40:])}), so that which tokens learn cannot be proven"
             )
-        text = until[len(before) :].rstrip()
-        end = len(before) + len(text) if ends_turn(text) else len(until)
+        text, end = until[len(before) :].rstrip(), len(until)
         if not text:
             raise BadRow(f"message {number}: the chat template writes nothing for it")
+        if text.endswith(ends.specials):
+            end = len(before) + len(text)
+        elif said[number]["role"] == ASSISTANT:
+            stop = ends.first_of(whole[end:] or _behind_answer(chats))
+            whole = whole if whole[end:] else whole + stop
+            end += len(stop)
         spans.append((len(before), end))
     with _refusals():
         chats.check_written(said, tools=tools, learned=learned or ())
     return LearnedText(whole, spans)
+
+
+def _behind_answer(chats: ChatRenderer) -> str:
+    """Return what the template writes behind an answer that the user replies to."""
+    asked, answer = {"role": "user", "content": "Hi"}, "An-answer-to-that"
+    with _refusals():
+        text = chats.render([asked, {"role": ASSISTANT, "content": answer}, asked], begins_answer=False)
+    return text.rpartition(answer)[2]
 
 
 def mask_of(offsets: Sequence[tuple[int, int]], learned: LearnedText) -> list[int]:

@@ -16,6 +16,7 @@ from workers.data.conversations import (
     ASSISTANT,
     BadRow,
     Message,
+    TurnEnds,
     checked_messages,
     chosen_messages,
     learned_text,
@@ -39,6 +40,9 @@ class RowCodec(TextTokens, Protocol):
     """The part of a tokenizer that rows need; `TextCodec` says more of each."""
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
 
 
 @dataclass(frozen=True)
@@ -235,8 +239,8 @@ class ExampleReader:
         self.learns_from: set[str] = set()  # in the rows so far
         self.rendered = False  # whether one of them went through the chat template
         self.seen: set[str] = set()  # columns
-        specials = codec.decode([[id_] for id_ in codec.special_ids], special_tokens=True)
-        self._specials = tuple(filter(None, specials))
+        stops = () if config.of_scores else codec.stop_ids  # a score is read behind an answer as the template leaves it
+        self._ends = TurnEnds(self._texts(codec.special_ids), self._texts(stops))
         self._keeps_blanks = bool(codec.encode([" "], rendered=True)[0])
 
     def example(self, row: DataRow) -> Example:
@@ -321,6 +325,9 @@ class ExampleReader:
     def _is_chat(self, *parts: Any) -> bool:
         """Return whether a prompt and its completions go through the chat template."""
         return self.data.chat == "always" or bool(self.data.system) or any(isinstance(part, list) for part in parts)
+
+    def _texts(self, ids: Iterable[int]) -> tuple[str, ...]:
+        return tuple(filter(None, self.codec.decode([[id_] for id_ in ids], special_tokens=True)))
 
     def ends(self, sequence: Learned) -> bool:
         """Return whether the token that ends the sequence, or its last turn, is learned."""
@@ -418,7 +425,7 @@ class ExampleReader:
         first += (len(messages) - count) * bool(first)
         learned = None if learn_from == "all" else chosen_messages(messages, learn_from, first)
         tools = self._tools(values)
-        found = learned_text(messages, learned, chats, lambda text: text.endswith(self._specials), tools)
+        found = learned_text(messages, learned, chats, self._ends, tools)
         tokens, offsets = self._located(found.text)
         mask = mask_of(offsets, found)
         if all(mask) and learned is not None:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from backends.hf.tokenizer import end_tokens_of, token_ids
 from specs.json_file import read_object, read_or_empty
 
 _NAMES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
@@ -19,6 +20,7 @@ class TokenizerFile:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
+        self._folder = folder
         named: dict[str, Any] = {}
         for name in _NAMES:
             named |= read_object(folder / name) if (folder / name).is_file() else {}
@@ -73,6 +75,11 @@ class TokenizerFile:
         """Tokens that stand for no text."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(id_ for id_, token in added.items() if token.special)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a completion (`TextCodec.stop_ids`)."""
+        return frozenset((*end_tokens_of(self._folder), *token_ids(self.end_id)))
 
     def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
         """Return the text of each token sequence."""

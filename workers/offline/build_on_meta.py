@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from backends.hf.tokenizer import load_codec
 from backends.protocol import Rank
 from backends.registry import rollout_engine, train_engine
-from backends.rollout.stop_tokens import named_end_tokens, single_token
+from backends.rollout.stop_tokens import single_token
 from specs.errors import ModelError, RlctlError
 from specs.schema.roles import ROLES
 from specs.text import show
@@ -101,7 +101,7 @@ def _ends(role: str, config: RolloutConfig) -> Probed:
         return Probed(role=role)
     path = config.model.path
     codec = load_codec(path, trust_remote_code=config.model.trust_remote_code)
-    found, ids = [], named_end_tokens(path, codec)
+    found, ids = [], set(codec.stop_ids)
     for text in config.stop:
         try:
             ids.add(single_token(codec, text))

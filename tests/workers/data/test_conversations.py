@@ -10,7 +10,15 @@ import pytest
 
 from specs.schema.rows import LearnFrom
 from workers.chat.chat_renderer import ChatRenderer
-from workers.data.conversations import BadRow, LearnedText, checked_messages, chosen_messages, learned_text, mask_of
+from workers.data.conversations import (
+    BadRow,
+    LearnedText,
+    TurnEnds,
+    checked_messages,
+    chosen_messages,
+    learned_text,
+    mask_of,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -31,7 +39,16 @@ DROPS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n"
     "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ENDS = ("<|im_end|>", "<|eot|>", "<|end|>")
+# Nothing ends an answer but the token of who speaks next; earlier thinking is dropped.
+NEXT_SPEAKER = (
+    "[gMASK]{% set last = messages | length - 1 %}{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.role == 'assistant' %}"
+    "<think>{{ m.reasoning_content if loop.index0 == last and m.reasoning_content }}</think>\n{% endif %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+ENDS = TurnEnds(
+    ("<|im_end|>", "<|eot|>", "<|end|>", "<|user|>", "<|tool|>", "<|assistant|>"), ("<eos>", "<|user|>", "<|tool|>")
+)
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "one?"},
@@ -50,7 +67,7 @@ def chats_of(template: str) -> ChatRenderer:
 
 
 def learned_of(template: str, learned: list[int] | None, messages: Any = TALK, tools: Any = None) -> LearnedText:
-    return learned_text(messages, learned, chats_of(template), lambda text: text.endswith(ENDS), tools)
+    return learned_text(messages, learned, chats_of(template), ENDS, tools)
 
 
 def learned(template: str, learn_from: LearnFrom, messages: Any = TALK) -> list[str]:
@@ -60,7 +77,7 @@ def learned(template: str, learn_from: LearnFrom, messages: Any = TALK) -> list[
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, GENERATION])
 def test_answers_learn_with_the_end_of_their_turn(template: str) -> None:
-    end = next(end for end in ENDS if end in template)
+    end = next(end for end in ENDS.specials if end in template)
     assert learned(template, "assistant") == [f"1{end}", f"2{end}"]
     assert learned(template, "last_assistant") == learned(template, "flagged") == [f"2{end}"]
     assert learned(template, "all") == [chats_of(template).render(TALK, begins_answer=False)]
@@ -74,7 +91,19 @@ def test_spans_are_where_marked_answers_stand(template: str) -> None:
     at = {place for place, (one, two) in enumerate(zip(found.text, other, strict=True)) if one != two}
     spans = {place for start, end in found.spans for place in range(start, end)}
     assert at < spans
-    assert len(spans - at) == 2 * len(next(end for end in ENDS if end in template)), "the ends of the turns"
+    assert len(spans - at) == 2 * len(next(end for end in ENDS.specials if end in template)), "the ends of the turns"
+
+
+def test_who_speaks_next_ends_an_answer_where_the_model_stops_there() -> None:
+    """GLM: its template writes no other end, and its generation_config.json names these tokens."""
+    talk = [*TALK[:3], {"role": "tool", "content": "3"}, {**TALK[4], "reasoning_content": "mm"}]
+    found = learned_of(NEXT_SPEAKER, [2, 4], talk)
+    parts = [found.text[start:end] for start, end in found.spans]
+    assert parts == ["<think></think>\n1<|tool|>", "<think>mm</think>\n2<|user|>"]
+    assert found.text == chats_of(NEXT_SPEAKER).render(talk, begins_answer=False) + "<|user|>"
+    named = TurnEnds(ENDS.specials, ("<eos>",))  # by a model that goes on behind them
+    found = learned_text(talk, [2, 4], chats_of(NEXT_SPEAKER), named)
+    assert [found.text[start:end] for start, end in found.spans] == ["<think></think>\n1", "<think>mm</think>\n2"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() -> None:

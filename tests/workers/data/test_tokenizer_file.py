@@ -25,6 +25,7 @@ def test_it_reads_and_writes_as_transformers_does(name: str, rendered: bool) -> 
     for special in (True, False):
         assert ours.decode(ids, special_tokens=special) == theirs.decode(ids, special_tokens=special)
     assert ours.unknown_id == theirs.unknown_id
+    assert ours.stop_ids == theirs.stop_ids
     assert ours.special_tokens == theirs.tokenizer.special_tokens_map
 
 
@@ -40,7 +41,9 @@ def test_what_stands_around_plain_text_is_counted(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": processor, "truncation": None}))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     ours, theirs = TokenizerFile(folder), TextCodec(PreTrainedTokenizerFast.from_pretrained(folder), str(folder))
+    assert ours.stop_ids == theirs.stop_ids > {5, 7}
     assert ours.encode(["ab"], rendered=False) == theirs.encode(["ab"], rendered=False)
     assert len(ours.encode(["ab"], rendered=False)[0]) == 3
     assert len(ours.encode(["ab"], rendered=True)[0]) == 2
