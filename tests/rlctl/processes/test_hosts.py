@@ -34,7 +34,7 @@ FAR = settings("actor.processes=2", "actor.nodes=2", "actor.launcher=torchrun")
 PPO = settings("algorithm.kind=ppo", "algorithm.kl_coef=0.1", 'critic={engine={kind="fsdp2"}, optimizer={lr=1e-3}}')
 COLOCATED = settings(
     *("critic.processes=2", "critic.nodes=2", "critic.launcher=torchrun", "rollout.processes=2", "rollout.nodes=2"),
-    *("run.colocate=always", "run.heartbeat_timeout_s=10"),
+    *("run.colocate=always", "run.heartbeat_timeout_s=20"),
 )
 # In the pass of the third sync the second replica dies. When the group is formed anew the first one is slow, and its
 # cable is cut.
@@ -133,6 +133,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut
     process = train(hosts, spec, run, *SMALL, *PPO, *FAR, *COLOCATED, *endless)
     with cable_to_be_cut(hosts, process) as cut:
         wait_for(lambda: steps_done(run) >= 3 or process.poll() is not None, LATE_S, "the third step")
+        assert process.poll() is None, process.communicate()[0]
         (there,) = [host for host in hosts.names[1:] if left_in(host)]
         output = cut(there, 100)
         assert process.returncode == 1, output

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from agent_gateway import END, TASK, WEATHER, Served, call, serving
-from optional import when_used
+from optional import WhenUsed
 
-anthropic = when_used("anthropic", "Anthropic's client is not installed")
+anthropic = WhenUsed("anthropic", "Anthropic's client is not installed")
 
 TOOL = {
     "name": "weather",

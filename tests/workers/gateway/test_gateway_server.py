@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 from agent_gateway import END, TASK, Served, serving
 from aiohttp import web
+from optional import WhenUsed
 
 from workers.gateway import gateway_server as server
+
+openai = WhenUsed("openai", "OpenAI's client is not installed")
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": TASK}]}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from agent_gateway import END, TASK, WEATHER, Served, call, serving
-from optional import when_used
+from optional import WhenUsed
 
-openai = when_used("openai", "OpenAI's client is not installed")
+openai = WhenUsed("openai", "OpenAI's client is not installed")
 
 
 def client(served: Served) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from agent_gateway import END, TASK, WEATHER, Served, call, serving
-from optional import when_used
+from optional import WhenUsed
 
-openai = when_used("openai", "OpenAI's client is not installed")
+openai = WhenUsed("openai", "OpenAI's client is not installed")
 
 TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
 SPACE = {"type": "namespace", "name": "shell", "description": "", "tools": [{**TOOL, "name": "run"}]}
