@@ -40,7 +40,7 @@ make_env() {
     if ! "$PY" -m pip freeze 2>/dev/null | grep -Eq "^${want}([+]|\$)|^torch @ "; then
         torch_args=$("$PY" scripts/_pick_torch.py "$want" "$1") || exit 1
         # shellcheck disable=SC2086
-        step "$want ($1 build, the longest step)" "$PY" -m pip install --no-deps $torch_args "$want"
+        step "$want ($1 build, the longest step)" "$PY" -m pip install --no-compile --no-deps $torch_args "$want"
     fi
     choose_installer
     step "rlctl and its tools" "${INSTALL[@]}" --constraint scripts/constraints.txt --editable ".[dev]"
@@ -82,5 +82,3 @@ export PATH="$VENV/bin:$PATH"
 # The environment's own settings win over an activated one.
 export VIRTUAL_ENV="$VENV"
 unset PYTHONHOME
-# Every rank, grader and test process imports the same modules: compiled once.
-unset PYTHONDONTWRITEBYTECODE

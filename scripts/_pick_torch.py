@@ -14,6 +14,7 @@ import sys
 from importlib import import_module
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+RUN = ("rlctl.run.train", "workers.roles.trainer", "backends.ddp.engine", "backends.torch_rollout.engine")
 GPU_PACKAGES = ("nvidia", "cuda", "triton", "pytorch-triton")
 
 
@@ -56,9 +57,8 @@ def pick(requirement: str) -> list[str]:
 
 
 def check_installed(kind: str) -> None:
-    import_module("rlctl.cli")
-    for package in ("transformers", "datasets", "zmq", "safetensors", "math_verify"):
-        import_module(package)
+    for module in ("rlctl.cli", "datasets", "zmq", "safetensors", "math_verify", *RUN):
+        import_module(module)
     import torch
 
     built_for = torch.version.cuda or torch.version.hip

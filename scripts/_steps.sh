@@ -1,6 +1,8 @@
 # Sourced by the scripts that make an environment, from the repository root: what they say and how they run pip.
 # $VENV names the environment that is being made; the log of a step is kept in it.
 
+unset PYTHONDONTWRITEBYTECODE   # every rank, grader and test process imports the same modules: compiled once
+
 say() { printf '%s\n' "$*" >&2; }
 stopped() { say ""; say "interrupted; the next run starts the set-up again"; exit 130; }
 die() { say "error: $1"; [ -n "${2:-}" ] && say "" && say "hint: $2"; exit 1; }
@@ -19,15 +21,16 @@ find_python() {
 }
 
 # Leaves in INSTALL how packages come into the environment of $PY: by uv, a third of pip's time, unless it reaches no
-# index. torch itself is always installed by pip, whose settings may name a file for it.
+# index. torch itself is always installed by pip, whose settings may name a file for it. Of the modules of all packages
+# few are ever imported: these are compiled at their first import, most of them by the look at what is installed.
 choose_installer() {
     local index
-    INSTALL=("$PY" -m pip install)
+    INSTALL=("$PY" -m pip install --no-compile)
     index=${PIP_INDEX_URL:-$("$PY" -m pip config get global.index-url 2>/dev/null || true)}
     local by_uv=("$PY" -m uv pip install --python "$PY" ${index:+--index-url "$index"})
     if "$PY" -m pip install --quiet uv >/dev/null 2>&1 \
         && "${by_uv[@]}" --quiet --dry-run --reinstall xxhash >/dev/null 2>&1; then
-        INSTALL=("${by_uv[@]}" --compile-bytecode)
+        INSTALL=("${by_uv[@]}")
     fi
 }
 
