@@ -50,7 +50,7 @@ class Adapters:
         self.seed, self.scale = seed, lora.alpha / lora.rank
         config = LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes and stores any number
+            lora_alpha=lora.alpha,  # peft takes and stores any number
             target_modules=chosen,
             fan_in_fan_out=bool(self.transposed),
             base_model_name_or_path=path,
