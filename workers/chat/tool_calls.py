@@ -222,6 +222,12 @@ FORMATS = (
         shape="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>"
         '{"KEY": VALUE}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     ),
+    CallFormat(  # Nemotron Nano 2, Super 1.5
+        sign=re.compile(r"<TOOLCALL>\["),
+        begin=re.compile(r"<TOOLCALL>"),
+        end=re.compile(r"\s*</TOOLCALL>"),
+        shape='<TOOLCALL>[{"name": "NAME", "arguments": {"KEY": VALUE}}]</TOOLCALL>',
+    ),
     CallFormat(  # Hermes, Qwen2.5, Qwen3
         sign=re.compile(r"""<tool_call>(?s:.*)arguments\\?["']"""),
         begin=re.compile(r"<tool_call>"),

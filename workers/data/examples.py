@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -239,8 +240,6 @@ class ExampleReader:
         self.learns_from: set[str] = set()  # in the rows so far
         self.rendered = False  # whether one of them went through the chat template
         self.seen: set[str] = set()  # columns
-        stops = () if config.of_scores else codec.stop_ids  # a score is read behind an answer as the template leaves it
-        self._ends = TurnEnds(self._texts(codec.special_ids), self._texts(stops))
         self._keeps_blanks = bool(codec.encode([" "], rendered=True)[0])
 
     def example(self, row: DataRow) -> Example:
@@ -325,6 +324,12 @@ class ExampleReader:
     def _is_chat(self, *parts: Any) -> bool:
         """Return whether a prompt and its completions go through the chat template."""
         return self.data.chat == "always" or bool(self.data.system) or any(isinstance(part, list) for part in parts)
+
+    @cached_property
+    def _turn_ends(self) -> TurnEnds:
+        # A score is read behind an answer as the template leaves it.
+        stops = () if self.config.of_scores else self.codec.stop_ids
+        return TurnEnds(self._texts(self.codec.special_ids), self._texts(stops))
 
     def _texts(self, ids: Iterable[int]) -> tuple[str, ...]:
         return tuple(filter(None, self.codec.decode([[id_] for id_ in ids], special_tokens=True)))
@@ -425,7 +430,7 @@ class ExampleReader:
         first += (len(messages) - count) * bool(first)
         learned = None if learn_from == "all" else chosen_messages(messages, learn_from, first)
         tools = self._tools(values)
-        found = learned_text(messages, learned, chats, self._ends, tools)
+        found = learned_text(messages, learned, chats, self._turn_ends, tools)
         tokens, offsets = self._located(found.text)
         mask = mask_of(offsets, found)
         if all(mask) and learned is not None:

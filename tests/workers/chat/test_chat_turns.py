@@ -179,6 +179,24 @@ LLAMA31 = r"""{{ bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}
 """
+# Replies of several tools are one turn; earlier thinking is dropped.
+NEMOTRON = r"""{{ bos_token }}
+{%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}{% endmacro %}
+{%- if tools %}{{ head('system') + 'Call <TOOLCALL>[...]</TOOLCALL>' + tools | tojson + '<|eot_id|>' }}{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- head('tool') + '<TOOL_RESPONSE>[' if messages[loop.index0 - 1].role != 'tool' else ', ' }}{{ m.content }}
+        {{- ']</TOOL_RESPONSE><|eot_id|>' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
+    {%- else %}{{ head(m.role) }}
+        {{- m.content.split('</think>')[-1].lstrip() if '</think>' in m.content else m.content }}
+        {%- for c in m.tool_calls or () %}{{ '<TOOLCALL>[' if loop.first else ', ' }}
+            {{- '{"name": "' + c.function.name + '", "arguments": ' }}{{ c.function.arguments | tojson }}{{ '}' }}
+            {{- ']</TOOLCALL>' if loop.last }}
+        {%- endfor %}{{ '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}
+"""
 # Roles alternate, tools stand before the user's last message, ids are strict, nothing asks for an answer.
 MISTRAL = r"""{{ bos_token }}
 {%- set has_system = messages[0].role == 'system' %}
@@ -270,6 +288,10 @@ def invoked(*numbers: int) -> str:
     return f"<minimax:tool_call>\n{invokes}\n</minimax:tool_call>"
 
 
+def adding(arguments: str) -> str:
+    return f'{{"name": "add", "arguments": {arguments}}}'
+
+
 def keyed(number: int) -> str:
     values = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{n}</arg_value>\n" for key, n in (("a", number), ("b", 2)))
     return f"<tool_call>add\n{values}</tool_call>"
@@ -342,6 +364,17 @@ FAMILIES = {
             ("It is 5.", 0),
         ),
         (True, True),
+    ),
+    "nemotron super": Family(
+        NEMOTRON,
+        ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+        ("</think>",),
+        (
+            (f"So:<TOOLCALL>[{adding(ONE)}, {adding(OTHER)}]</TOOLCALL>", 2),
+            (f"<TOOLCALL>[{adding(OTHER)}]</TOOLCALL>", 1),
+            ("5.", 0),
+        ),
+        (False, False),
     ),
     "mistral": Family(
         MISTRAL,

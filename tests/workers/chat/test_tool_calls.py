@@ -9,7 +9,7 @@ import pytest
 
 from workers.chat.tool_calls import FORMATS, CallFormat, ToolCall, format_of
 
-ELEMENTS, MINIMAX, GLM, DEEPSEEK, HERMES, MISTRAL, LLAMA = FORMATS
+ELEMENTS, MINIMAX, GLM, DEEPSEEK, NEMOTRON, HERMES, MISTRAL, LLAMA = FORMATS
 SCHEMAS = {
     "add": {
         "a": {"type": "integer"},
@@ -75,6 +75,7 @@ def written(form: CallFormat, arguments: dict[str, Any]) -> str:
         MINIMAX: lambda: minimax(arguments),
         GLM: lambda: glm(arguments),
         DEEPSEEK: lambda: deepseek(text),
+        NEMOTRON: lambda: f'<TOOLCALL>[{{"name": "add", "arguments": {text}}}]</TOOLCALL>',
         HERMES: lambda: hermes(text),
         MISTRAL: lambda: f'[TOOL_CALLS][{{"name": "add", "arguments": {text}, "id": "Ab3456789"}}]',
         LLAMA: lambda: f'{{"name": "add", "parameters": {text}}}',
@@ -127,6 +128,11 @@ def test_other_ways_to_write_a_form(form: CallFormat, text: str) -> None:
         (GLM, f"So:\n{glm({})}\n{glm({})}", "So:"),
         (DEEPSEEK, f"So:{deepseek('{}', '{}')}", "So:"),
         (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]', ""),
+        (
+            NEMOTRON,
+            'So:<TOOLCALL>[{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]</TOOLCALL>',
+            "So:",
+        ),
         (MISTRAL, "So:[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]add[ARGS]{}", "So:"),
     ],
 )
@@ -224,6 +230,7 @@ def test_elements_are_what_their_schema_says(key: str, text: str, value: Any) ->
         ("{{ '<tool_call>\\n<function=' + c.name + '>' }}", ELEMENTS),
         ("""{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", LLAMA),
         ("{{ '[TOOL_CALLS][' }}", MISTRAL),
+        ("{{ '<TOOLCALL>[' }}", NEMOTRON),
         ("{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>{{ c.arguments }}", GLM),
         ("{{ '<invoke name=\"' + c.name }}", MINIMAX),
         ("{{ '<｜tool▁call▁begin｜>' + c.name }}", DEEPSEEK),
