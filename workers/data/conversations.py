@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,11 +177,12 @@ def learned_text(
 
 
 def _behind_answer(chats: ChatRenderer) -> str:
-    """Return what the template writes behind an answer that the user replies to."""
+    """Return what the template writes behind an answer that the user replies to; nothing, where it takes no reply."""
     asked, answer = {"role": "user", "content": "Hi"}, "An-answer-to-that"
-    with _refusals():
+    with suppress(ChatTemplateError):
         text = chats.render([asked, {"role": ASSISTANT, "content": answer}, asked], begins_answer=False)
-    return text.rpartition(answer)[2]
+        return text.rpartition(answer)[2]
+    return ""
 
 
 def mask_of(offsets: Sequence[tuple[int, int]], learned: LearnedText) -> list[int]:

@@ -101,6 +101,9 @@ def test_who_speaks_next_ends_an_answer_where_the_model_stops_there() -> None:
     parts = [found.text[start:end] for start, end in found.spans]
     assert parts == ["<think></think>\n1<|tool|>", "<think>mm</think>\n2<|user|>"]
     assert found.text == chats_of(NEXT_SPEAKER).render(talk, begins_answer=False) + "<|user|>"
+    alone = "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + NEXT_SPEAKER
+    found = learned_of(alone, [1], TALK[1:3])
+    assert [found.text[start:end] for start, end in found.spans] == ["<think></think>\n1"]
     named = TurnEnds(ENDS.specials, ("<eos>",))  # by a model that goes on behind them
     found = learned_text(talk, [2, 4], chats_of(NEXT_SPEAKER), named)
     assert [found.text[start:end] for start, end in found.spans] == ["<think></think>\n1", "<think>mm</think>\n2"]
