@@ -46,8 +46,8 @@ def plan_command(
         raise SpecError(problems)
     on_gpus = any(spec.role(role).devices for role in spec.roles)
     for option, value in (("--gpu-GiB", gpu_GiB), ("--host-GiB", host_GiB)):
-        if value is not None and value <= 0:
-            raise UsageError(f"{option} {value:g}: must be above 0", hint=f"e.g. {option} 80")
+        if value is not None and not 0.01 <= value <= 1e9:  # nor is NaN
+            raise UsageError(f"{option} {value:g}: must be between 0.01 and 1000000000", hint=f"e.g. {option} 80")
     if on_gpus and gpu_GiB is None:
         gpu_GiB, note = usual_gpu_GiB("this machine is not asked") if elsewhere else gpu_memory_GiB()
         notes.append(note)

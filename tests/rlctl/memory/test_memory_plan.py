@@ -136,6 +136,13 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["plan", str(spec), "--gpu-GiB", "0", *sets]) == 2
 
 
+@pytest.mark.parametrize("option", ["--gpu-GiB", "--host-GiB"])
+@pytest.mark.parametrize("size", ["nan", "inf", "1e+300", "1e-300"])
+def test_no_memory_has_such_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, size: str) -> None:
+    assert main(["plan", str(spec_of(tmp_path, "quickstart", QWEN_7B)), option, size]) == 2
+    assert f"error: {option} {size}: must be between" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("preset", [*presets()])
 def test_every_preset_fits_by_its_own_plan_without_a_network(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
