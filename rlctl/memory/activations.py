@@ -134,7 +134,7 @@ def _layer_bytes(work: Pass) -> tuple[int, int]:
     attention = (3 * query + 2 * key) * size
     if work.attention == "eager":  # softmax in fp32, and what it becomes
         attention += _scores(work) * (_FP32 if size == _FP32 else _FP32 + size)
-    experts = 2 * facts.hidden_size * int(work.config.get("num_experts_per_tok", 2)) if facts.experts else 0
+    experts = 2 * facts.hidden_size * (facts.experts_per_token or 2) if facts.experts else 0
     attention += work.angles * facts.head_dim * size
     if work.head_norms:  # their outputs are rotated at once
         attention += (query + key) * (size if lean else _FP32 + size)

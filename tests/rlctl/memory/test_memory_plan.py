@@ -46,7 +46,7 @@ GPUS = tuple(f"node 0 GPU {number}" for number in range(8))
 
 def spec_of(folder: Path, preset: str, config: dict[str, Any]) -> Path:
     """The preset beside a model folder that has nothing but a config."""
-    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
     spec = folder / f"{preset}.toml"
     spec.write_text(presets()[preset].read_text())
@@ -169,6 +169,15 @@ def test_a_model_that_is_not_here_says_what_to_do(
     ):
         assert main(["plan", str(spec), "--target", "cluster", "--set", f"model.path={path}"]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_experts_that_a_token_visits_are_counted_by_any_name(planned: Any, tmp_path: Path) -> None:
+    mixture = {**QWEN_7B, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512}
+    kept = []
+    for name, visits in (("num_experts_per_tok", 6), ("moe_topk", 6), ("top_k", None), ("num_experts_per_tok", None)):
+        spec_of(folder := tmp_path / str(len(kept)), "fsdp2-8gpu", {**mixture, name: visits})
+        kept.append(part(planned("fsdp2-8gpu", f"model.path={folder / 'model'}"), "actor", "activations"))
+    assert kept[0] == kept[1] > kept[2] == kept[3]
 
 
 def test_adapters_that_the_sampler_applies(planned: Any) -> None:
