@@ -24,7 +24,7 @@ DEPTHS = ("", "*/", "*/*/")  # a run itself, the runs in a folder, those of the 
 
 def runs(folder: Path, *, as_json: bool = False) -> int:
     """Print a line for each run, by name. Returns 0. Raises UsageError where there is none."""
-    found = sorted({file.parent for depth in DEPTHS for file in folder.glob(f"{depth}resolved.json")})
+    found = sorted({file.parent for depth in DEPTHS for file in folder.glob(f"{depth}resolved.json") if file.is_file()})
     if not found:
         raise UsageError(f"{folder} holds no runs", hint="name the folder that run.dir names: rlctl runs DIR")
     rows = list[dict[str, Any]]()
@@ -44,7 +44,7 @@ def runs(folder: Path, *, as_json: bool = False) -> int:
         row["step"] = of_steps(row["step"], row["steps"])
         what = "" if row["metric"] == "reward" else f" {row['metric']}"
         row["reward"] = f"{number(row['reward'])}{what}"
-    table = columns(heads, [[row[head] for head in heads] for row in rows], left=3)
+    table = columns(heads, [[str(row[head]) for head in heads] for row in rows], left=3)
     Screen(outlives=True).print(Text(table), soft_wrap=True)
     return 0
 

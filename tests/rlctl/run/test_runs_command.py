@@ -66,6 +66,14 @@ def test_a_run_with_a_list_for_its_reward_takes_no_other_line_along(tmp_path: Pa
     assert [line.split()[3:5] for line in capsys.readouterr().out.splitlines()[1:]] == [["9/9", "0.900"], ["1/9", "–"]]
 
 
+def test_a_folder_that_is_no_sound_run_takes_no_other_line_along(tmp_path: Path, capsys) -> None:
+    run_in(tmp_path / "a", 9, "done")
+    (run_in(tmp_path / "b", 0) / "resolved.json").write_text('{"run": {"recipe": ["sft"], "steps": 9}}')
+    (tmp_path / "c" / "resolved.json").mkdir(parents=True)
+    assert runs(tmp_path) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["a", "b"]
+
+
 def test_an_evaluation_has_the_step_of_its_weights_and_none_to_take(tmp_path: Path, capsys) -> None:
     folder = run_in(tmp_path / "model-eval", 0)
     Journal(folder, 1).add(EVALUATION)
