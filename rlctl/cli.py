@@ -53,10 +53,10 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-PathOption = partial(Option, parser=_path)
+PathOption, PathArgument = (partial(kind, parser=_path) for kind in (Option, Argument))
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress: the result alone, and errors.")]
-SpecFile = Annotated[Path, Argument(metavar="SPEC", help="The run spec, a TOML file.")]
+SpecFile = Annotated[Path, PathArgument(metavar="SPEC", help="The run spec, a TOML file.")]
 Overrides = Annotated[
     list[str] | None,
     Option(
@@ -99,7 +99,7 @@ def root(
 
 @command("init", "init my.toml --preset gsm8k-cpu")
 def init(
-    spec: Annotated[Path | None, Argument(metavar="SPEC", help="File to write; default: PRESET.toml.")] = None,
+    spec: Annotated[Path | None, PathArgument(metavar="SPEC", help="File to write; default: PRESET.toml.")] = None,
     preset: Annotated[
         str, Option(help="Which preset to write; default: quickstart.", autocompletion=_complete_preset)
     ] = "",
@@ -221,7 +221,7 @@ def train(
 def evaluate(
     what: Annotated[str, Argument(metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.")],
     spec: Annotated[
-        Path | None, Argument(metavar="SPEC", help="Spec with [eval], [data] and [reward]; default: the run's own.")
+        Path | None, PathArgument(metavar="SPEC", help="Spec with [eval], [data] and [reward]; default: the run's own.")
     ] = None,
     overrides: Overrides = None,
     step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
@@ -312,7 +312,7 @@ def plan(
 
 @command("report", "report runs/NAME runs/OTHER", short_help="Write the page of a run, or compare runs.")
 def report(
-    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    run_dirs: Annotated[list[Path], PathArgument(metavar="RUN_DIR...", help="Directories of runs.")],
     out: Annotated[
         Path | None,
         PathOption(
@@ -330,7 +330,7 @@ def report(
 
 @command("runs", "runs runs", short_help="List runs with recipe, state, step and reward.")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", parser=_path, help="Folder of runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List the runs in a folder with recipe, state, step, reward and when they last wrote."""
@@ -343,8 +343,8 @@ def list_runs(
     "export-checkpoint", "export-checkpoint runs/NAME exports/NAME", short_help="Turn a checkpoint into a model folder."
 )
 def export_checkpoint(
-    run_dir: Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")],
-    out_dir: Annotated[Path, Argument(metavar="OUT_DIR", help="Model folder to write.")],
+    run_dir: Annotated[Path, PathArgument(metavar="RUN_DIR", help="Directory of a run.")],
+    out_dir: Annotated[Path, PathArgument(metavar="OUT_DIR", help="Model folder to write.")],
     step: Annotated[int | None, Option(min=0, help="Step to export; default: the newest.")] = None,
     role: Annotated[
         Literal["actor", "critic", "reward_model"] | None,

@@ -145,7 +145,9 @@ def test_export_refuses_options_it_does_not_know(tmp_path: Path) -> None:
     lacking = rlctl("eval", "some/model", cwd=tmp_path)
     assert lacking.returncode == 2
     assert "name a spec with [eval], [data] and [reward]: rlctl eval some/model SPEC" in lacking.stderr
-    for words in (("train", "a.toml", "--run-dir", ""), ("eval", "run", "--out", "")):
+    of_options = (("train", "a.toml", "--run-dir", ""), ("eval", "run", "--out", ""))
+    of_arguments = (("plan", ""), ("runs", ""), ("report", "run", ""), ("export-checkpoint", "run", ""))
+    for words in (*of_options, *of_arguments):
         assert "the path is empty" in rlctl(*words, cwd=tmp_path).stderr
     missing = rlctl("export-checkpoint", "run", "out", cwd=tmp_path)
     assert missing.returncode == 2
