@@ -296,9 +296,12 @@ def plan(
     spec: SpecFile,
     overrides: Overrides = None,
     gpu_gib: Annotated[
-        float | None, Option("--gpu-GiB", help="Memory of each GPU. Default: as nvidia-smi says, else 80.")
+        float | None,
+        Option("--gpu-GiB", min=0.01, max=1e9, help="Memory of each GPU. Default: as nvidia-smi says, else 80."),
     ] = None,
-    host_gib: Annotated[float | None, Option("--host-GiB", help="Memory of each host. Default: this one's.")] = None,
+    host_gib: Annotated[
+        float | None, Option("--host-GiB", min=0.01, max=1e9, help="Memory of each host. Default: this one's.")
+    ] = None,
     as_json: AsJson = False,
     target: TargetMachine = Machine.here,
 ) -> None:

@@ -12,7 +12,7 @@ from rlctl.memory.fit import does_not_fit
 from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan, plan_memory
 from rlctl.memory.places import Place, RoleMemory
 from rlctl.models.hardware import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
-from specs.errors import Problem, SpecError, UsageError
+from specs.errors import Problem, SpecError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, Moment, total
 from specs.packages import page
@@ -45,9 +45,6 @@ def plan_command(
     if problems:
         raise SpecError(problems)
     on_gpus = any(spec.role(role).devices for role in spec.roles)
-    for option, value in (("--gpu-GiB", gpu_GiB), ("--host-GiB", host_GiB)):
-        if value is not None and not 0.01 <= value <= 1e9:  # nor is NaN
-            raise UsageError(f"{option} {value:g}: must be between 0.01 and 1000000000", hint=f"e.g. {option} 80")
     if on_gpus and gpu_GiB is None:
         gpu_GiB, note = usual_gpu_GiB("this machine is not asked") if elsewhere else gpu_memory_GiB()
         notes.append(note)
