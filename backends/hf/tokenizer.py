@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -153,20 +152,14 @@ def _unusable(model_path: str, error: Exception, what: str = "tokenizer") -> Mod
 
 
 def token_ids(value: Any) -> Iterable[int]:
-    """Return the ids of an `eos_token_id` as configs hold it: nothing, one id, or several."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    """Return the ids of an `eos_token_id` as configs hold it: nothing, one id, or several; others are left out."""
+    return [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int)]
 
 
 def end_tokens_of(folder: Path) -> set[int]:
     """`eos_token_id` of `config.json` and `generation_config.json`, read without transformers."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            content = merged_config(json.loads((folder / name).read_text("utf-8")))
-            ids |= set(token_ids(content.get("eos_token_id")))
-    return ids
+    contents = (merged_config(read_or_empty(folder / name)) for name in ("config.json", "generation_config.json"))
+    return {id_ for content in contents for id_ in token_ids(content.get("eos_token_id"))}
 
 
 def pad_token_of(model_path: str, *, trust_remote_code: bool = False) -> int | None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from specs.schema.rows import LearnFrom
@@ -176,6 +177,7 @@ def learned_text(
     return LearnedText(whole, spans)
 
 
+@lru_cache(4)
 def _behind_answer(chats: ChatRenderer) -> str:
     """Return what the template writes behind an answer that the user replies to; nothing, where it takes no reply."""
     asked, answer = {"role": "user", "content": "Hi"}, "An-answer-to-that"

@@ -328,7 +328,7 @@ class ExampleReader:
     @cached_property
     def _turn_ends(self) -> TurnEnds:
         # A score is read behind an answer as the template leaves it.
-        stops = () if self.config.of_scores else self.codec.stop_ids
+        stops = () if self.config.of_scores else self.codec.stop_ids & self.codec.special_ids
         return TurnEnds(self._texts(self.codec.special_ids), self._texts(stops))
 
     def _texts(self, ids: Iterable[int]) -> tuple[str, ...]:

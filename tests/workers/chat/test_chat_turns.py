@@ -251,8 +251,12 @@ class Family:
         return (calls and self.call_end) or self.end
 
 
+def adding(arguments: str) -> str:
+    return f'{{"name": "add", "arguments": {arguments}}}'
+
+
 def calls(*arguments: str, text: str = "") -> str:
-    found = "\n".join(f'<tool_call>\n{{"name": "add", "arguments": {one}}}\n</tool_call>' for one in arguments)
+    found = "\n".join(f"<tool_call>\n{adding(one)}\n</tool_call>" for one in arguments)
     return f"{text}{found}"
 
 
@@ -286,10 +290,6 @@ def invoked(*numbers: int) -> str:
     parameters = '<parameter name="a">{}</parameter>\n<parameter name="b">2</parameter>\n'
     invokes = "\n".join(f'<invoke name="add">\n{parameters.format(number)}</invoke>' for number in numbers)
     return f"<minimax:tool_call>\n{invokes}\n</minimax:tool_call>"
-
-
-def adding(arguments: str) -> str:
-    return f'{{"name": "add", "arguments": {arguments}}}'
 
 
 def keyed(number: int) -> str:

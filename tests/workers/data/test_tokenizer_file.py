@@ -49,6 +49,13 @@ def test_what_stands_around_plain_text_is_counted(tmp_path: Path) -> None:
     assert len(ours.encode(["ab"], rendered=True)[0]) == 2
 
 
+@pytest.mark.parametrize("content", ["", '{"eos_token_id": ', "[5]", '{"eos_token_id": "5"}', '{"eos_token_id": 1.5}'])
+def test_a_generation_config_that_names_no_token(tmp_path: Path, content: str) -> None:
+    folder = shutil.copytree(BUILTIN / "tiny-bytes", tmp_path / "model")
+    (folder / "generation_config.json").write_text(content)
+    assert TokenizerFile(folder).stop_ids == load_codec(str(folder)).stop_ids == {0}
+
+
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not there"):
         TokenizerFile(tmp_path)
