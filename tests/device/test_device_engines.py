@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import rollout_helpers
 import sharded_worker
+import torch
 from families import FAMILIES
 from outcomes import outcome
 from simulated_device.child import on_simulated_device
@@ -178,7 +179,8 @@ SHARDED = {
     "zero2": 1e-5,
     "zero3": 1e-5,
     "data": 1e-5,
-    "data bf16": 1e-1,  # other products than `ddp` has: rounding grows with each step, on AVX2 alone to 8 %
+    # Other products than `ddp` has: rounding grows with each step, on a CPU with AVX2 alone to 8 %.
+    "data bf16": 1e-1 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 2e-2,
 }
 WALKED = ("fsdp2", "zero3", "data")
 MEGATRON_CORE = [*(Path(__file__).parents[2] / ".venv-megatron" / "lib").glob("python3.*/site-packages/megatron")]
