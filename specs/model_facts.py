@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 # What a config leaves out where it is the usual value of its family.
@@ -111,7 +112,7 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
     Bamba are published; empty where nothing says it."""
     if listed := config.get("layer_types") or config.get("layers_block_type"):
         return [*map(str, listed)]
-    if pattern := config.get("hybrid_override_pattern"):
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str):
         return [_OF_NEMOTRON.get(one, one) for one in pattern]
     count = config.get("num_hidden_layers")
     layers = range(count if isinstance(count, int) else 0)
@@ -216,7 +217,7 @@ def positions_of(config: Mapping[str, Any]) -> int:
         return positions
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
     raised = merged.get("model_type") == "gemma3_text"
-    if raised or kind not in ("yarn", "linear") or not isinstance(factor, int | float):
+    if raised or kind not in ("yarn", "linear") or not isinstance(factor, int | float) or not isfinite(factor):
         return positions
     before = rope.get("original_max_position_embeddings") if kind == "yarn" else None
     return max(positions, int(factor * (before if isinstance(before, int) else positions)))

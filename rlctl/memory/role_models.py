@@ -49,9 +49,13 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
         hint = f"`hf download {path} config.json` brings it (a few kB) where there is a network; {by_hand}"
         raise SpecError([Problem(key, f"its config.json is not on this machine{why}", hint, show(path))])
     config, facts, tensors = _read_model(key, path, folder, by_hand)
-    if facts is None or tensors is None:
+    if facts is None or (tensors is None and facts.model_type in KNOWN_FAMILIES):
+        message = "its config.json lacks hidden_size, num_hidden_layers, num_attention_heads or vocab_size"
+        raise SpecError([Problem(key, message, f"sizes come from there alone: {by_hand}", show(path))])
+    if tensors is None:
         kind = config.get("model_type", "?")
-        message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights"
+        message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights "
+        message += "that can be read"
         hint = f"put the model's safetensors beside its config.json; known: {', '.join(KNOWN_FAMILIES)}"
         raise SpecError([Problem(key, message, hint, show(path))])
     if spec.head(role) != "lm":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,17 @@ FOLDER_WORDS = {
     *("model", "models", "checkpoint", "checkpoints", "ckpt", "ckpts", "export", "exports", "output", "outputs"),
     *("run", "runs", "data", "weights", "tmp"),
 }
+# Keys of a `config.json` that rlctl computes with: lists, numbers that may be 0 or absent, and sizes with bounds that
+# no model reaches.
+_LISTS = (
+    *("architectures", "layer_types", "layers_block_type"),
+    *("full_attn_idxs", "attn_layer_indices", "mlp_only_layers"),
+)
+_NUMBERS = (
+    *("head_dim", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("decoder_sparse_step", "full_attention_interval", "sliding_window_pattern", "max_window_layers"),
+)
+_SIZES = {"hidden_size": 1 << 20, "num_hidden_layers": 10_000, "num_attention_heads": 1 << 16, "vocab_size": 1 << 31}
 
 
 def builtin_models() -> list[str]:
@@ -90,9 +102,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     merged = merged_config(config)
     if not isinstance(merged.get("model_type"), str):
         raise ValueError("has no model_type, as that of a Hugging Face model has")
-    for name in ("architectures", "layer_types"):
-        if not isinstance(merged.get(name) or [], list):
-            raise ValueError(f"has {name} = {show(merged[name])}, where a list belongs")
+    wrong = {name: "a list belongs" for name in _LISTS if not isinstance(merged.get(name) or [], list)}
+    wrong |= {name: "a number belongs" for name in _NUMBERS if isinstance(merged.get(name), str | Mapping)}
+    for name, most in _SIZES.items():
+        if (size := merged.get(name)) is not None and (type(size) is not int or not 0 < size <= most):
+            wrong[name] = f"a whole number from 1 to {most:,} belongs"
+    for name, what in wrong.items():
+        raise ValueError(f"has {name} = {show(merged[name])}, where {what}")
     return config
 
 
