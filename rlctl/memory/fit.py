@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from rlctl.memory.memory_plan import plan_memory
+from rlctl.memory.memory_plan import MemoryPlan, plan_memory
 from rlctl.memory.places import Place
 from rlctl.models.hardware import gpu_memory_GiB, host_memory_GiB
 from specs.errors import Problem, SpecError
 from specs.memory_parts import GIB
 from specs.packages import page
 from specs.rules.all_rules import with_values
+from specs.schema.engines.held_model import REST_OF_SHARE
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 
@@ -33,10 +34,19 @@ def fit_problems(spec: Spec, spec_dir: Path, *, here: bool) -> tuple[list[Proble
         )
     except SpecError:  # which others report
         return [], []
-    errors, warnings = (
-        [does_not_fit(spec, place) for place in plan.places if place.fits is False] for plan in (certain, likely)
-    )
+    errors, warnings = (plan_problems(spec, plan) for plan in (certain, likely))
     return (errors, []) if errors else ([], warnings)
+
+
+def plan_problems(spec: Spec, plan: MemoryPlan) -> list[Problem]:
+    """Return the places that do not fit, and the samplers whose share of a GPU is no larger than their weights."""
+    problems = [does_not_fit(spec, place) for place in plan.places if place.fits is False]
+    for role in plan.roles:
+        if any(part.name == REST_OF_SHARE and not part.nbytes for part in role.parts):
+            message = "its share of a GPU is no larger than its weights: without a KV cache it cannot start"
+            hint = "give it a larger share, or share its weights out to more GPUs (tensor_parallel)"
+            problems.append(Problem(f"{role.role}.engine", message, hint))
+    return problems
 
 
 def does_not_fit(spec: Spec, place: Place) -> Problem:

@@ -44,11 +44,6 @@ class MemoryPlan:
         scores = any(ROLES[role.role].holds == "score_model" for role in self.roles)
         return tuple(moment for moment in MOMENTS if scores or moment not in SCORING)
 
-    @property
-    def fits(self) -> bool:
-        """Whether all places whose memory is known hold what is planned."""
-        return all(place.fits is not False for place in self.places)
-
 
 def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, exact: bool = False) -> MemoryPlan:
     """Plan a run. `gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. `exact`: count only what

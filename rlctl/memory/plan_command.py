@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.memory.fit import does_not_fit
+from rlctl.memory.fit import plan_problems
 from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan, plan_memory
 from rlctl.memory.places import Place, RoleMemory
 from rlctl.models.hardware import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
@@ -55,7 +55,7 @@ def plan_command(
         if host_GiB == 0.0:
             notes.append("memory of the hosts is not known: --host-GiB says it")
     plan = plan_memory(spec, spec_path.absolute().parent, gpu_GiB=gpu_GiB or 0.0, host_GiB=host_GiB)
-    problems = [does_not_fit(spec, place) for place in plan.places if place.fits is False]
+    problems = plan_problems(spec, plan)
     notes += assumptions(plan)
     if as_json:
         print(json_text(as_dict(plan, problems, notes), indent=2))
@@ -92,7 +92,7 @@ def assumptions(plan: MemoryPlan) -> list[str]:
 def as_dict(plan: MemoryPlan, problems: Sequence[Problem], notes: Sequence[str]) -> dict[str, Any]:
     """Return the plan as JSON; sizes in bytes."""
     return {
-        "fits": None if plan.fits and plan.not_known else plan.fits,
+        "fits": None if plan.not_known and not problems else not problems,
         "roles": {role.role: _role(role, plan.moments) for role in plan.roles},
         "places": [
             {

@@ -17,6 +17,7 @@ from specs.model_shapes import SCORE_LAYER, ModelTensors, ParameterShape
 from specs.schema.role_section import DType, Lora, Optimizer
 
 FP32_BYTES = 4
+REST_OF_SHARE = "KV cache and the rest of its share"
 ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: workspaces, kernels (an assumption)
 _AWAKE: frozenset[Moment] = frozenset({"rollout"})
 
@@ -135,8 +136,9 @@ def share_of_gpu(
 ) -> Iterator[Part]:
     """Count a replica that was told to take `nbytes` of each GPU: weights, and the rest for its cache."""
     yield from replica_weights(replica, kept=kept, adapter_bytes=adapter_bytes)
-    rest = max(0, nbytes - replica.weights - adapter_bytes)
-    yield Part("KV cache and the rest of its share", rest, replica.awake, exact=True)
+    if nbytes:  # 0: the GPU's size is not known
+        rest = max(0, nbytes - replica.weights - adapter_bytes)
+        yield Part(REST_OF_SHARE, rest, replica.awake, exact=True)
     if replica.colocated:
         asleep: frozenset[Moment] = frozenset({"score", "train", "optimizer", "sync"})
         yield Part("left while asleep", int(asleep_GiB * GIB), asleep)

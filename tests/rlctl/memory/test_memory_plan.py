@@ -153,7 +153,7 @@ def test_every_preset_fits_by_its_own_plan_without_a_network(
     warm = ["model.path=builtin:tiny-chat"] if preset in ("agent-cpu", "game-cpu", "tools-cpu") else []
     spec = load_spec(spec_of(tmp_path, preset, QWEN_7B), [*teacher, *warm])
     plan = plan_memory(spec, tmp_path, gpu_GiB=80, host_GiB=1000)
-    assert plan.fits
+    assert all(place.fits for place in plan.places)
     assert bool(plan.roles) == (preset != "fake")
 
 
@@ -169,6 +169,30 @@ def test_a_model_that_is_not_here_says_what_to_do(
     ):
         assert main(["plan", str(spec), "--target", "cluster", "--set", f"model.path={path}"]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("3584", 'has hidden_size = "3584", where a whole number from 1 to 1,048,576 belongs'),
+        (None, "its config.json lacks hidden_size"),
+    ],
+)
+def test_a_config_without_a_sound_size_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: object, message: str
+) -> None:
+    spec = spec_of(tmp_path, "fsdp2-8gpu", {**QWEN_7B, "hidden_size": wrong})
+    assert main(["plan", str(spec), "--target", "cluster", "--set", "model.path=./model"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpu", "starts"), [(24, False), (40, True)])
+def test_a_share_without_room_for_a_cache_does_not_fit(planned: Any, gpu: float, starts: bool) -> None:
+    """Half of 24 GiB, where the weights are 14.2."""
+    plan = planned("grpo-8gpu-separate", "rollout.engine.gpu_memory_utilization=0.5", gpu=gpu)
+    keys = [each["key"] for each in plan["problems"] if "without a KV cache it cannot start" in each["message"]]
+    assert keys == ([] if starts else ["rollout.engine"])
+    assert starts or plan["fits"] is False
 
 
 def test_experts_that_a_token_visits_are_counted_by_any_name(planned: Any, tmp_path: Path) -> None:
