@@ -358,13 +358,14 @@ def export_checkpoint(
         Option(help="Default: what the base model's config.json says, else what the run trained in."),
     ] = None,
     shard_gb: Annotated[
-        float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")
+        float, typer.Option("--shard-GB", min=0.001, max=1e6, help="Largest weight file to write, in GB.")
     ] = 2.0,
     memory_gib: Annotated[
         float | None,
         Option(
             "--memory-GiB",
             min=0.01,
+            max=1e9,
             help="Memory that the proof may load the model into; a larger one is run from the disk. "
             "Default: half of what is free.",
         ),
