@@ -90,7 +90,8 @@ class Preference(Objective):
 
     precompute_ref: bool = False
     """Compute the reference's log-probs of all rows once, before the first step, and keep them with the run. The actor
-    does it then, before it has learned, unless `ref.model` names another model: no second model is held."""
+    does it then, before it has learned, unless `ref.model` names another model: no second model is held. Not of
+    `simpo` and `orpo`, which have no reference, nor of `kto`, whose KL is of other pairs in every step."""
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         _LOSS,
