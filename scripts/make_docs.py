@@ -25,13 +25,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from specs.load.keys import is_list, kind_of, tables_of  # noqa: E402
 from specs.load.unknown_keys import foreign_keys  # noqa: E402
 from specs.schema.algorithms.algorithm import Algorithm  # noqa: E402
-from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
-    PRESETS,
-    ActorCritic,
-    AdvantageTable,
-    LossTable,
-    ValueLoss,
-)
+from specs.schema.algorithms.algorithm_tables import ADVANTAGE_TABLES, LOSS_TABLES, PRESETS, ActorCritic, ValueLoss  # noqa: E402
 from specs.schema.recipes import RECIPES, RlSpec  # noqa: E402
 from specs.schema.role_section import LearningRole, ModelRole, Restartable, RoleSection  # noqa: E402
 from specs.schema.spec import Spec  # noqa: E402
@@ -216,14 +210,19 @@ class Page:
             self.below("actor", keys_of(base))
 
     def algorithm(self) -> None:
-        advantages, losses = tables_of(AdvantageTable), [one for one in tables_of(LossTable) if one is not ValueLoss]
+        losses = tuple(table for table in LOSS_TABLES if table is not ValueLoss)
         self.lines += ["## `[algorithm]`", "", ALGORITHM, ""]
         head = ("`kind`", "advantage", "loss", "defaults of its own", "what it is")
         self.lines += grid(head, (preset_row(kind, table) for kind, table in PRESETS.items()))
         self.lines += ["### Every algorithm", "", *key_table(Algorithm, keys_of(Algorithm))]
         self.below("algorithm", keys_of(Algorithm))
         not_written = {*Algorithm.model_fields, "corrected", "path"}
-        self.lines += ["### Advantages", "", *kinds_table(advantages), *union_table(advantages, not_written)]
+        self.lines += [
+            "### Advantages",
+            "",
+            *kinds_table(ADVANTAGE_TABLES),
+            *union_table(ADVANTAGE_TABLES, not_written),
+        ]
         self.lines += ["### Losses", "", *kinds_table(losses), *union_table(losses, not_written)]
         critic = {name: field for name, field in ActorCritic.model_fields.items() if name not in Algorithm.model_fields}
         self.lines += ["### The critic", "", what(ValueLoss), "", *key_table(ActorCritic, critic)]

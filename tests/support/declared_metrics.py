@@ -8,11 +8,10 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import get_args
 
 from specs.load.keys import kind_of, tables_of
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
-from specs.schema.algorithms.algorithm_tables import LossTable
+from specs.schema.algorithms.algorithm_tables import LOSS_TABLES
 from specs.schema.metric import Metric
 from specs.schema.objectives import BradleyTerry
 from specs.schema.recipes import RECIPES, RlSpec
@@ -37,12 +36,11 @@ def _of_modules() -> Iterator[Metric]:
 
 def _of_losses() -> Iterator[Metric]:
     """A metric of some losses alone says of which."""
-    every: list[type[AnyLoss]] = list(get_args(get_args(LossTable)[0]))
-    policies = [loss for loss in every if issubclass(loss, Loss)]
+    policies = [loss for loss in LOSS_TABLES if issubclass(loss, Loss)]
     objectives = [table for recipe in RECIPES.values() for table in _objectives(recipe)]
     of_actor = [table for table in objectives if table is not BradleyTerry]
     named = {metric.name for loss in policies for metric in loss.metrics}
-    for losses in (policies, [loss for loss in every if loss not in policies], of_actor, [BradleyTerry]):
+    for losses in (policies, [loss for loss in LOSS_TABLES if loss not in policies], of_actor, [BradleyTerry]):
         for metric in dict.fromkeys(metric for loss in losses for metric in loss.metrics):
             if losses is of_actor and metric.name in named:
                 continue

@@ -420,22 +420,11 @@ if TYPE_CHECKING:
 else:
     AlgorithmTable = Annotated[Union[_ALL], Field(discriminator="kind")]  # noqa: UP007
 
-AdvantageTable = Annotated[
-    GroupRelative
-    | LeaveOneOut
-    | LengthWeighted
-    | GroupCentredWhitened
-    | ReturnToGo
-    | Gae
-    | GreedyBaseline
-    | Teacher
-    | FunctionAdvantage,
-    Field(discriminator="kind"),
-]
-LossTable = Annotated[
-    PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | GmpoLoss | ClipCovLoss | KlCovLoss | ValueLoss,
-    Field(discriminator="kind"),
-]
+ADVANTAGE_TABLES: tuple[type[Advantage], ...] = (
+    *dict.fromkeys(table.advantage_table for table in _ALL),
+    FunctionAdvantage,
+)
+LOSS_TABLES: tuple[type[AnyLoss], ...] = (*dict.fromkeys(table.loss_table for table in _ALL), FunctionLoss, ValueLoss)
 
 
 @cache
@@ -445,7 +434,7 @@ def _losses() -> TypeAdapter[AnyLoss]:
     for table in tables:  # which grows
         tables += table.__subclasses__()
     named = [table for table in tables if get_origin(table.model_fields["kind"].annotation) is Literal]
-    every: Any = Annotated[Union[LossTable, *named], Field(discriminator="kind")]
+    every: Any = Annotated[Union[(*LOSS_TABLES, *named)], Field(discriminator="kind")]
     return TypeAdapter(every)
 
 

@@ -14,15 +14,14 @@ from backends.fake.fake_losses import fake_policy_loss
 from backends.packed.packing import loss_weight_T
 from backends.token_metrics import SOURCES, TokenColumns
 from backends.train.losses import LOSSES, clipped_surrogate, kl_estimate, policy_loss, sequence_columns
-from specs.load.keys import tables_of
 from specs.schema.algorithms.algorithm import Anchor, Loss
 from specs.schema.algorithms.algorithm_tables import (
+    LOSS_TABLES,
     CispoLoss,
     ClipCovLoss,
     GmpoLoss,
     GspoLoss,
     KlCovLoss,
-    LossTable,
     SapoLoss,
 )
 from specs.wire.batch import Batch
@@ -232,7 +231,7 @@ def test_a_correction_weighs_the_policy_loss_alone() -> None:
 # ── the tables ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("table", [table for table in tables_of(LossTable) if issubclass(table, Loss)])
+@pytest.mark.parametrize("table", [table for table in LOSS_TABLES if issubclass(table, Loss)])
 def test_every_loss_table_has_its_functions(table: type[Loss]) -> None:
     assert table in LOSSES
     assert bool(table.sequence_columns) == (LOSSES[table].sequences is not None)

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from rlctl.loop.advantages import ADVANTAGES, advantages_of, columns
 from rlctl.loop.token_advantages import TOKEN_ADVANTAGES
-from specs.load.keys import tables_of
 from specs.schema.algorithms.algorithm import Advantage
 from specs.schema.algorithms.algorithm_tables import (
-    AdvantageTable,
+    ADVANTAGE_TABLES,
     GroupCentredWhitened,
     GroupRelative,
     LeaveOneOut,
@@ -179,7 +178,7 @@ def test_lonely_and_equal_groups_give_no_signal(table):
     assert of(table, [], []).shape == (0,)
 
 
-@pytest.mark.parametrize("table", tables_of(AdvantageTable))
+@pytest.mark.parametrize("table", ADVANTAGE_TABLES)
 def test_every_advantage_table_has_its_function(table):
     assert (table in ADVANTAGES) != (table in TOKEN_ADVANTAGES)
 
