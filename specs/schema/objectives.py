@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from specs.schema.algorithms.algorithm import AnyLoss, LossAggregation, LossMetric
 
@@ -251,17 +251,10 @@ def objective_kind(raw: Any) -> Any:
     return raw.get("kind") or ("mixture" if "mixture" in raw else None)
 
 
+def _with_kind(raw: Any) -> Any:
+    """Return the table of an objective with its `kind`."""
+    return {**raw, "kind": objective_kind(raw)} if isinstance(raw, dict) and objective_kind(raw) else raw
+
+
 RowsObjective = Annotated[Nll | Dft, Field(discriminator="kind")]
-PreferenceObjective = Annotated[
-    Annotated[Dpo, Tag("dpo")]
-    | Annotated[Ipo, Tag("ipo")]
-    | Annotated[Hinge, Tag("hinge")]
-    | Annotated[Robust, Tag("robust")]
-    | Annotated[ApoZero, Tag("apo_zero")]
-    | Annotated[Sppo, Tag("sppo")]
-    | Annotated[SimPo, Tag("simpo")]
-    | Annotated[Orpo, Tag("orpo")]
-    | Annotated[Kto, Tag("kto")]
-    | Annotated[Mixture, Tag("mixture")],
-    Discriminator(objective_kind),
-]
+PreferenceObjective = Annotated[_Pairs | Kto | Mixture, Field(discriminator="kind"), BeforeValidator(_with_kind)]
