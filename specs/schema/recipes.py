@@ -165,10 +165,6 @@ class RlSpec(SamplingSpec):
         return self.data.answer_column
 
     @property
-    def every(self) -> int | None:
-        return self.eval.every if self.eval is not None else None
-
-    @property
     def mini_batches_per_step(self) -> int:
         return self.algorithm.mini_batches_per_step
 
@@ -255,10 +251,6 @@ class RowsSpec(Spec):
     @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_tokens
-
-    @property
-    def every(self) -> int | None:
-        return self.eval.every if self.eval is not None else None
 
 
 class TextSpec(RowsSpec, SamplingSpec):

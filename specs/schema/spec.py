@@ -223,7 +223,7 @@ class Spec(Table):
     @property
     def every(self) -> int | None:
         """Steps between evaluations; None: there are none."""
-        raise NotImplementedError
+        return getattr(getattr(self, "eval", None), "every", None)
 
     @property
     def mini_batches_per_step(self) -> int:
