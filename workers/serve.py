@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -23,8 +23,7 @@ from backends import activity
 from backends.peer_errors import cause_of
 from specs.errors import ChannelError, RlctlError
 from specs.wire.batch import Batch
-from specs.wire.bodies import REQUESTS, Nothing, read
-from specs.wire.error_body import ErrorBody
+from specs.wire.bodies import REQUESTS, ErrorBody, Nothing, read
 from specs.wire.messages import UNCOUNTED_VERBS, Kind, Message, Verb
 
 Body = Mapping[str, Any]
@@ -187,7 +186,7 @@ def error_message(error: BaseException, call: Message | None = None) -> Message:
     text = "".join(traceback.format_exception(error))
     with suppress(OSError):  # on a full disk the log cannot be written, but the error must still be sent
         print(text, file=sys.stderr, end="", flush=True)
-    body = ErrorBody(cause_of(error), type(error).__name__, str(error))
+    body = ErrorBody(cause=cause_of(error), kind=type(error).__name__, message=str(error))
     if isinstance(error, RlctlError):
-        body = replace(body, message=error.message, hint=error.hint, known=True)
-    return Message(Kind.ERROR, body.to_json(), call.verb if call else None, call.call if call else 0)
+        body = body.model_copy(update={"message": error.message, "hint": error.hint, "known": True})
+    return Message(Kind.ERROR, body.model_dump(), call.verb if call else None, call.call if call else 0)

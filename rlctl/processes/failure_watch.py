@@ -30,7 +30,7 @@ from rlctl.processes.rank_states import RankState
 from rlctl.processes.stall_watch import Stall, StallWatch
 from specs.errors import Cause, ChannelError, RoleFailure
 from specs.schema.roles import ROLES
-from specs.wire.error_body import ErrorBody
+from specs.wire.bodies import ErrorBody
 from specs.wire.heartbeat import FLIGHT_RECORDER
 from specs.wire.messages import Kind, Message, Verb
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlctl.processes.launch import Started, describe_exit, tail
 from rlctl.processes.node_connection import RemoteProcess
 from specs.errors import Cause
-from specs.wire.error_body import ErrorBody
+from specs.wire.bodies import ErrorBody
 from specs.wire.messages import Verb
 
 ROOT_CAUSE_GRACE_S = 2.0  # how long a failure that may be secondary waits for its root cause

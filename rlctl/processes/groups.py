@@ -22,7 +22,7 @@ from rlctl.processes.placement import LOOPBACK, Plan
 from rlctl.processes.rank_states import RankState
 from rlctl.processes.stall_watch import StallWatch
 from specs.errors import Cause, ChannelError
-from specs.wire.error_body import ErrorBody
+from specs.wire.bodies import ErrorBody
 from specs.wire.heartbeat import Activity, Moving
 from specs.wire.messages import Kind, parse
 
@@ -175,7 +175,7 @@ class Groups:
             if message.kind is Kind.BEAT:
                 self.watch.heard(place, Activity.from_json(message.body))
                 return
-            error = ErrorBody.from_json(message.body) if message.kind is Kind.ERROR else None
+            error = ErrorBody.of(message) if message.kind is Kind.ERROR else None
         except ChannelError as broken:
             self.failures.heard_garbage(*place, broken)
             return

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, SerializeAsAny, Strict, ValidationError
 
-from specs.errors import ChannelError, RlctlError
+from specs.errors import Cause, ChannelError, RlctlError
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.algorithms.algorithm_tables import read_loss
 from specs.schema.role_section import DType
@@ -21,7 +21,7 @@ from specs.wire.messages import Message, Verb
 from specs.wire.role_config import DataConfig, RewardConfig, RolloutConfig, Sampling, TrainConfig
 
 B = TypeVar("B", bound=BaseModel)
-Lax = Strict(False)  # a table of the spec checks itself
+Lax = Strict(False)  # a table of the spec checks itself; JSON has no enums
 
 
 class Body(BaseModel):
@@ -44,6 +44,17 @@ class Answer(Body):
 
 class Nothing(Body):
     """A verb that says it all by itself."""
+
+
+class ErrorBody(Body):
+    """Body of an ERROR message, of the exception that a verb raised. `cause` is for the driver to decide by, the rest
+    is for people."""
+
+    cause: Annotated[Cause, Lax]
+    kind: str  # class name of the exception
+    message: str
+    hint: str = ""
+    known: bool = False  # an RlctlError: its message says it all, without its class name and a traceback
 
 
 # ── data and grading ──────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,7 @@ import pytest
 from backends import activity
 from backends.protocol import Rank
 from specs.errors import Cause, DataError, PeerGone, SamplerDied
-from specs.wire.bodies import Sleep
-from specs.wire.error_body import ErrorBody
+from specs.wire.bodies import ErrorBody, Sleep
 from specs.wire.messages import Kind, Message, Verb, parse
 from workers.main import place_from_env
 from workers.serve import Emit, Reply, Request, Working, error_message, serve, typed
@@ -135,7 +134,7 @@ def test_the_loop_survives_errors_and_reports_them(capsys: pytest.CaptureFixture
 )
 def test_an_error_carries_its_typed_cause(error: Exception, cause: Cause) -> None:
     message = parse(error_message(error, call(Verb.UPDATE, 1)).frames())
-    assert ErrorBody.from_json(message.body).cause is cause
+    assert ErrorBody.of(message).cause is cause
 
 
 def test_an_error_is_told_though_the_log_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

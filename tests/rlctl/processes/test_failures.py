@@ -13,7 +13,7 @@ from rlctl.processes import failures
 from rlctl.processes.failures import Blame, Evidence, Severity, from_end, from_error
 from rlctl.processes.launch import Started
 from specs.errors import Cause, RoleFailure
-from specs.wire.error_body import ErrorBody
+from specs.wire.bodies import ErrorBody
 from specs.wire.messages import Verb
 
 ENDED = Evidence("actor", 1, Cause.ENDED, "SIGKILL")
@@ -36,7 +36,9 @@ EXITED = Evidence("actor", 1, Cause.ENDED, "exit code 1", Severity.EXIT)
 
 
 def error_of(rank: int, cause: Cause, message: str, *, alone: bool = False) -> Evidence:
-    return from_error("actor", rank, ErrorBody(cause, "SomeError", message, message), alone=alone)
+    return from_error(
+        "actor", rank, ErrorBody(cause=cause, kind="SomeError", message=message, hint=message), alone=alone
+    )
 
 
 def blamed(*evidence: Evidence) -> Evidence | None:
