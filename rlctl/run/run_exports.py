@@ -7,10 +7,7 @@ whatever the other run has saved since.
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,26 +105,19 @@ def _choose(spec: Spec, section: str, key: str, run: Path, step: int | None, nam
 def export_missing(spec: Spec, spec_dir: Path, screen: Screen | None = None) -> None:
     """Export the checkpoints that the run's roles begin with, where that is not done, and show it on `screen`. Raises
     CheckpointError, ExportError or UsageError."""
-    from rlctl.run.export import export
-
     for path in dict.fromkeys(map(spec.model_path, spec.roles)):
         found = RunExport.of(os.path.abspath(spec_dir / Path(path).expanduser()))
         if found is None or found.folder.is_dir():
             continue
+        from filelock import FileLock  # brings asyncio
+
+        from rlctl.run.export import export
+
         try:
-            with _alone_in(found.folder.parent):
+            found.folder.parent.mkdir(exist_ok=True)
+            with FileLock(found.folder.parent / LOCK):  # another run may begin with the same
                 if not found.folder.is_dir():
                     export(found.run, found.folder, found.step, found.role, screen=screen)
         except OSError as error:
             message = f"{found.folder.parent} cannot be written to: {error.strerror}"
             raise UsageError(message, hint=found.way_out) from None
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other run exports there."""
-    folder.mkdir(exist_ok=True)
-    with open(folder / LOCK, "a") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
