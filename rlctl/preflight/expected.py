@@ -16,13 +16,12 @@ from rlctl.models.paths import config_of, resolve_model
 from rlctl.preflight.role_choices import role_attention
 from specs.attention import Decision
 from specs.model_facts import merged_config, model_facts
-from specs.model_shapes import SCORE_LAYER, ModelTensors
 from specs.rules.attention_rules import kernels_of
 from specs.schema.engines.engine_table import TrainTable
+from specs.schema.engines.held_model import elements, trained
 from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.engines.library_keys import leaves
 from specs.schema.rank_groups import built_mesh
-from specs.schema.role_section import Lora
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 
@@ -89,17 +88,6 @@ def _model(spec: Spec, role: RoleName, section: Any, config: Mapping[str, Any]) 
         return found
     if tensors is not None:
         tensors = tensors if head == "lm" else tensors.with_score_layer(facts.hidden_size)
-        learning = _learning(tensors, getattr(section, "lora", None)) if spec.learns(role) else 0
-        found |= {"parameters": tensors.elements, "trainable_parameters": learning}
+        learning = trained(tensors, getattr(section, "lora", None)) if spec.learns(role) else ()
+        found |= {"parameters": tensors.elements, "trainable_parameters": elements(learning)}
     return {"tied_embeddings": facts.tied_embeddings, **found}
-
-
-def _learning(tensors: ModelTensors, lora: Lora | None) -> int:
-    """Return how many elements the optimizer changes: all, or two matrices beside each adapted one, and a new head."""
-    if lora is None:
-        return tensors.elements
-    names = [(layer, f".{layer.name.removesuffix('.weight')}") for layer in tensors.adaptable]
-    every = "all-linear" in lora.targets
-    layers = [layer for layer, name in names if every or name.endswith(tuple(f".{one}" for one in lora.targets))]
-    head = sum(p.elements for p in tensors.parameters if p.name == SCORE_LAYER)
-    return head + sum(lora.rank * sum(layer.shape) for layer in layers)

@@ -47,12 +47,7 @@ class HeldTrainer:
 
     @property
     def trained(self) -> Sequence[ParameterShape]:
-        if self.optimizer is None:
-            return ()
-        if self.lora is None:
-            return self.tensors.parameters
-        head = (p for p in self.tensors.parameters if p.name == SCORE_LAYER)
-        return (*adapters(self.tensors, self.lora), *head)
+        return () if self.optimizer is None else trained(self.tensors, self.lora)
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,13 @@ class Replica:
     def awake(self) -> frozenset[Moment]:
         """Phases in which it holds its cache."""
         return _AWAKE if self.colocated else ALWAYS
+
+
+def trained(tensors: ModelTensors, lora: Lora | None) -> Sequence[ParameterShape]:
+    """Return what an optimizer changes: all, or adapters and a new head."""
+    if lora is None:
+        return tensors.parameters
+    return (*adapters(tensors, lora), *(p for p in tensors.parameters if p.name == SCORE_LAYER))
 
 
 def adapters(tensors: ModelTensors, lora: Lora) -> tuple[ParameterShape, ...]:
