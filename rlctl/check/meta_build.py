@@ -113,7 +113,7 @@ def requests_of(spec: Spec, spec_dir: Path) -> dict[RoleName, RoleRequest]:
 
 def _start(
     plan: RolePlan, requests: Mapping[RoleName, RoleRequest], devices: str, stack: ExitStack
-) -> subprocess.Popen[str] | OSError:
+) -> subprocess.Popen[bytes] | OSError:
     """Start a process that answers for the roles; with `stack` it ends, and all that it started."""
     mark = secrets.token_hex(8)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
@@ -129,8 +129,6 @@ def _start(
             stdin=stack.enter_context(request.open()),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
     except OSError as error:
@@ -146,7 +144,7 @@ def _start(
 
 
 def _answers(
-    process: subprocess.Popen[str] | OSError, roles: Sequence[RoleName], timeout_s: float
+    process: subprocess.Popen[bytes] | OSError, roles: Sequence[RoleName], timeout_s: float
 ) -> dict[str, Probed]:
     """Return the replies by role. A role that the process did not reach has an `error`."""
     if isinstance(process, OSError):
@@ -158,11 +156,11 @@ def _answers(
         if process.returncode == -signal.SIGKILL:
             cause = "its process was ended by SIGKILL, which often means that memory ran out"
     except subprocess.TimeoutExpired as late:
-        output, errors = _text(late.stdout), _text(late.stderr)
+        output, errors = late.stdout or b"", late.stderr or b""
         cause = f"its probe took longer than {timeout_s:g} s (run.start_timeout_s)"
-    tail = [line for line in errors.splitlines() if line.strip()][-_TAIL_LINES:]
+    tail = [line for line in errors.decode(errors="replace").splitlines() if line.strip()][-_TAIL_LINES:]
     unanswered = {role: Probed(role=role, error="\n  ".join([cause, *tail])) for role in roles}
-    answered = [Probed.model_validate(json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+    answered = [Probed.model_validate(json.loads(line)) for line in output.splitlines() if line.startswith(b"{")]
     return unanswered | {reply.role: reply for reply in answered}
 
 
@@ -173,7 +171,3 @@ def _devices(spec: Spec, plan: Plan, roles: Iterable[RoleName]) -> str:
         devices = plan.role(role).env.get("CUDA_VISIBLE_DEVICES", "").split(",")
         visible |= dict.fromkeys(filter(None, devices[: devices_of_a_process(spec.role(role))]))
     return ",".join(visible)
-
-
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
