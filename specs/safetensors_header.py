@@ -23,7 +23,7 @@ ITEM_BYTES = {
 CODES = {"fp32": "F32", "bf16": "BF16", "float64": "F64", "float16": "F16", "bool": "BOOL"} | {
     f"{sign}int{bits}": f"{letter}{bits}" for sign, letter in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)
 }
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -50,13 +50,18 @@ def read_header(path: Path) -> Header:
     """Read the header of a whole file. Raises OSError, or ValueError saying what is wrong with the file."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        data = _LENGTH_BYTES + length
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        data = LENGTH_BYTES + length
         if not 0 < length <= _MAX_HEADER_BYTES or data > size:
             file.seek(0)
             pointer = file.read(len(LFS)) == LFS.encode()
             raise ValueError(LFS_POINTER if pointer else "is cut short or not a safetensors file")
         text = file.read(length)
+    return parse_header(text, data, size)
+
+
+def parse_header(text: bytes, data: int, end: int) -> Header:
+    """Parse the JSON of a header, whose tensors fill a file, or a message, from `data` to `end`. Raises ValueError."""
     try:
         content = json.loads(text)
         metadata = content.pop("__metadata__", {})
@@ -64,7 +69,7 @@ def read_header(path: Path) -> Header:
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"is not a safetensors file ({error})") from None
     spans = sorted((entry.start, entry.start + entry.nbytes) for entry in entries.values())
-    if [data, *(end for _, end in spans)] != [*(start for start, _ in spans), size]:
+    if [data, *(stop for _, stop in spans)] != [*(start for start, _ in spans), end]:
         raise ValueError("is cut short, or its tensors do not fill it")
     return Header(entries, metadata)
 
@@ -91,7 +96,7 @@ def make_header(
     assert len(content) == len(tensors) + bool(metadata), "a name came twice"
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, order
 
 
 def fsync(path: Path) -> None:
