@@ -85,7 +85,6 @@ class ModelFacts:
     """The shape of a decoder. Numbers that the config does not give, and that have no usual default, are 0."""
 
     model_type: str
-    architecture: str  # first of `architectures`, or ""
     hidden_size: int
     layers: int
     heads: int
@@ -149,7 +148,6 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     tied = merged.get("tie_word_embeddings", kind in _TIED)
     return ModelFacts(
         model_type=kind,
-        architecture=next(iter(config.get("architectures") or ()), ""),
         hidden_size=hidden,
         layers=layers,
         heads=heads,
