@@ -30,7 +30,8 @@ from rlctl.show.eval_keys import PREFIX, headline
 from rlctl.show.journal import first_day
 from rlctl.show.metrics_file import MetricsWriter, append_samples, last_values, read_metrics, truncate_after
 from rlctl.show.progress import Progress
-from rlctl.show.report import write_report
+from rlctl.show.report import render
+from rlctl.show.report_page import write_page
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted
 from rlctl.show.tracking import Trackers, open_trackers
@@ -138,7 +139,8 @@ def journaled(run: RunDir) -> Iterator[None]:
     else:
         run.journal.note("end", outcome="done")
     finally:
-        write_report(run.path)
+        # Where the disk refuses, it is made on the next occasion: the error that a person must see is the run's own.
+        write_page(run.path / "report.html", render(run.path))
 
 
 def print_result(run_dir: Path, *, as_json: bool = False) -> None:

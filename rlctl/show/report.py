@@ -12,7 +12,7 @@ from rlctl.show import eval_keys
 from rlctl.show.charts import Point, chart, drawable, points
 from rlctl.show.journal import is_evaluation, last_attempt, newest, read_journal
 from rlctl.show.metrics_file import read_metrics
-from rlctl.show.report_page import header, note, page, section, table, write_page
+from rlctl.show.report_page import header, note, page, section, table
 from rlctl.show.report_samples import sample_sections
 from rlctl.show.text_format import TIMES, count, counted, duration, html, number, phase_times, replicas, share
 from specs.errors import RunDirError
@@ -52,13 +52,6 @@ FILES = (
 )
 REFRESH_S = 15  # between two loads of the page of a running run
 WARNINGS_SHOWN = 50
-
-
-def write_report(run_dir: Path) -> Path | None:
-    """Write `run_dir/report.html` and return its path; None where the disk refuses: it is made again on the next
-    occasion, and the error that a person must see is the run's own."""
-    target = run_dir / "report.html"
-    return None if write_page(target, render(run_dir)) else target
 
 
 def render(run_dir: Path, *, running: bool = False, target: Path | None = None) -> str:

@@ -21,9 +21,9 @@ import pytest
 
 from rlctl.show.charts import chart, thin
 from rlctl.show.journal import EVALUATION, Journal
-from rlctl.show.report import render, write_report
+from rlctl.show.report import render
 from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
-from rlctl.show.report_page import SCRIPT
+from rlctl.show.report_page import SCRIPT, write_page
 from rlctl.show.report_samples import sample_sections
 from specs.errors import RunDirError
 
@@ -87,7 +87,7 @@ def fill(run_dir: Path, steps: int) -> None:
 
 def parsed(run_dir: Path) -> Page:
     """The report; fails when a tag is left open."""
-    assert write_report(run_dir) == run_dir / "report.html"
+    assert write_page(run_dir / "report.html", render(run_dir)) is None
     page = Page((run_dir / "report.html").read_text())
     assert page.open == []
     return page
@@ -161,7 +161,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
     page_of(tmp_path)
     before = (tmp_path / "report.html").read_text()
     (tmp_path / f"report.html.{os.getpid()}.partial").mkdir()  # the write fails, as on a full disk
-    assert write_report(tmp_path) is None
+    assert write_page(tmp_path / "report.html", render(tmp_path)) is not None
     assert (tmp_path / "report.html").read_text() == before
 
 
