@@ -219,9 +219,8 @@ def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ())
             warn(f"skipped {line}")
         return found
     if damaged:
-        listed = "".join(f"\n  - {line}" for line in damaged)
         hint = f"put one of them back from a copy, or use the rlctl that wrote them; {START_OVER}"
-        raise CheckpointError(f"{what}:{listed}", hint=hint)
+        raise CheckpointError("\n  - ".join([f"{what}:", *damaged]), hint=hint)
     return None
 
 

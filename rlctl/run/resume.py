@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import resolve_model
 from specs.errors import CheckpointError
+from specs.json_file import read_or_empty
 from specs.load.dotted_keys import differing_keys, value_at
 from specs.schema.engines.engine_registry import readers_of, table_of
 from specs.schema.engines.engine_table import TrainTable
@@ -165,7 +166,7 @@ def check_fits(manifest: Mapping[str, Any], spec: Spec, spec_dir: Path) -> None:
                 found.append(f"{name}: {_show(value_at(before, key))} → {_show(value_at(after, key))}")
     if found:
         raise CheckpointError(
-            f"the checkpoint of step {step} belongs to another model:\n" + "\n".join(f"  - {line}" for line in found),
+            "\n  - ".join([f"the checkpoint of step {step} belongs to another model:", *found]),
             hint=f"put the model at {spec.model.path} back as it was, or start a new run with --run-dir",
         )
 
@@ -187,8 +188,5 @@ def _read_config(spec: Spec, spec_dir: Path) -> dict[str, Any] | None:
     folder = where if isinstance(where, Path) else hub_snapshot(where)
     if folder is None:
         return None
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return {key: value for key, value in content.items() if key not in _NOT_THE_MODEL}
+    content = read_or_empty(folder / "config.json")
+    return {key: value for key, value in content.items() if key not in _NOT_THE_MODEL} or None

@@ -124,17 +124,16 @@ class RunDir:
         refused, _ = differences(first, now, spec.lead_engine)
         self.changes = differences(last, now)[1]
         if refused:
-            raise RunDirError(
-                "the spec differs from the one this run was started with, in what may not change:" + _listed(refused),
-                hint=f"put these back as in {self.path / 'spec.toml'}, or start a new run with --run-dir",
-            )
+            message = "the spec differs from the one this run was started with, in what may not change:"
+            hint = f"put these back as in {self.path / 'spec.toml'}, or start a new run with --run-dir"
+            raise RunDirError("\n  - ".join([message, *refused]), hint=hint)
 
     def _check_same_inputs(self, accept: bool) -> None:
         """Compare with the attempt before: what it was resumed with, or what the run was started with."""
         self.accepted = changes(read_own(newest(self.path, "inputs"), files=Recorded)["files"], self.inputs)
         if self.accepted and not accept:
             raise RunDirError(
-                "files that this run reads are not what they were:" + _listed(self.accepted),
+                "\n  - ".join(["files that this run reads are not what they were:", *self.accepted]),
                 hint="put them back, start a new run with --run-dir, or add --accept-changed-files to continue with "
                 "them as they are, which the run directory records",
             )
@@ -167,10 +166,6 @@ class RunDir:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def _listed(lines: Sequence[str]) -> str:
-    return "".join(f"\n  - {line}" for line in lines)
 
 
 @contextmanager
