@@ -83,10 +83,7 @@ def spec_source(named: Path, *, resume: bool) -> SpecSource:
     starts = [line for line in read_journal(run_dir) if line["event"] == "start"]
     folder, copy = (str(starts[-1].get(key, "")) for key in ("spec_dir", "copy")) if starts else ("", "")
     if not folder or not (run_dir / copy).is_file():
-        raise RunDirError(
-            f"{run_dir} does not say where its spec came from",
-            hint=_name_the_spec(named),
-        )
+        raise RunDirError(f"{run_dir} does not say where its spec came from", hint=_name_the_spec(named))
     return SpecSource(run_dir / copy, Path(folder), run_dir)
 
 

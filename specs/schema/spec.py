@@ -24,13 +24,7 @@ from specs.schema.rewards import MAX_SCORE, EnvironmentReward, RewardTerm, Rewar
 from specs.schema.role_section import DType, LearningRole, Lora, ModelRole, Restartable, RoleSection
 from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, HeadKind, Role, RoleName
 from specs.schema.rows import RowsSection
-from specs.schema.sections import (
-    CheckpointSection,
-    ClusterSection,
-    DataSection,
-    ModelSection,
-    RunSection,
-)
+from specs.schema.sections import CheckpointSection, ClusterSection, DataSection, ModelSection, RunSection
 from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
 from specs.schema.tracker_tables import TrackerTable
 

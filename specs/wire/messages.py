@@ -87,13 +87,7 @@ PROMPT_COLUMNS = ("tokens_T", "prefix_B", "position_B", *IDENTITY_COLUMNS)
 # `row_B`: the row, by a number that stays the same from draw to draw and from attempt to attempt. `margin_B`: of the
 # row, else 0.
 ROW_COLUMNS = ("tokens_T", "loss_mask_T", "unit_B", "chosen_B", "row_B", "margin_B")
-SAMPLE_COLUMNS = (
-    "tokens_T",
-    "loss_mask_T",
-    "rollout_logprob_T",
-    *IDENTITY_COLUMNS,
-    "finished_B",
-)
+SAMPLE_COLUMNS = ("tokens_T", "loss_mask_T", "rollout_logprob_T", *IDENTITY_COLUMNS, "finished_B")
 
 COLUMNS: Mapping[Verb, Columns] = {
     Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),

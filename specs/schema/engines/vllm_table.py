@@ -11,14 +11,7 @@ from specs.errors import Problem
 from specs.memory_parts import DTYPE_BYTES, GIB, Part
 from specs.model_facts import ModelFacts
 from specs.schema.engines.engine_table import Attends, CacheKeepingTable, EngineContext, ModelOf
-from specs.schema.engines.held_model import (
-    ASLEEP_GIB,
-    Replica,
-    adapters,
-    elements,
-    replica_weights,
-    share_of_gpu,
-)
+from specs.schema.engines.held_model import ASLEEP_GIB, Replica, adapters, elements, replica_weights, share_of_gpu
 from specs.schema.mesh import Mesh
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import RoleName
