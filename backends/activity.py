@@ -111,7 +111,7 @@ def snapshot() -> dict[str, Any] | None:
 def read() -> Activity | None:
     """The same, typed: for tests and logs."""
     now = snapshot()
-    return None if now is None else Activity.from_json(now)
+    return None if now is None else Activity.model_validate(now)
 
 
 def _main_thread() -> tuple[str, str]:

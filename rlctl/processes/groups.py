@@ -22,7 +22,7 @@ from rlctl.processes.placement import LOOPBACK, Plan
 from rlctl.processes.rank_states import RankState
 from rlctl.processes.stall_watch import StallWatch
 from specs.errors import Cause, ChannelError
-from specs.wire.bodies import ErrorBody
+from specs.wire.bodies import ErrorBody, read
 from specs.wire.heartbeat import Activity, Moving
 from specs.wire.messages import Kind, parse
 
@@ -173,7 +173,7 @@ class Groups:
         try:
             message = parse(event.frames)
             if message.kind is Kind.BEAT:
-                self.watch.heard(place, Activity.from_json(message.body))
+                self.watch.heard(place, read(Activity, message))
                 return
             error = ErrorBody.of(message) if message.kind is Kind.ERROR else None
         except ChannelError as broken:

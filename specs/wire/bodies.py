@@ -391,7 +391,7 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
 
 
 def read(shape: type[B], message: Message) -> B:
-    """The body of a message as its class. Raises ChannelError naming verb and key."""
+    """The body of a message as its class. Raises ChannelError naming verb, or kind of message, and key."""
     try:
         return shape.model_validate(message.body)
     except ValidationError as error:
@@ -399,6 +399,6 @@ def read(shape: type[B], message: Message) -> B:
         key = ".".join(map(str, found["loc"])) or "the body"
         problem = {"missing": "missing", "extra_forbidden": "unknown key"}.get(found["type"], found["msg"])
         raise ChannelError(
-            f"{message.verb}: {key}: {problem}",
+            f"{message.verb or message.kind}: {key}: {problem}",
             hint=f"driver and rank must be of one version of rlctl; specs/wire/bodies.py has {shape.__name__}",
         ) from None

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from specs.errors import ChannelError
+from pydantic import BaseModel, ConfigDict
 
 FLIGHT_RECORDER = "flight_recorder_rank"  # how dumps of it begin, in the folder of a role's logs
 
@@ -29,14 +26,6 @@ class Activity(BaseModel):
     counted: bool = True  # a verb that goes well counts something, or is short: one that does neither has stalled
     waits_for: str = ""  # a peer, or the other ranks; empty: it computes
     where: str = ""  # the innermost Python function of the main thread
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Activity:
-        """Raises ChannelError when it is not one."""
-        try:
-            return cls.model_validate(dict(body))
-        except ValidationError as error:
-            raise ChannelError(f"not a heartbeat: {error.errors()[0]['msg']}") from None
 
     def words(self) -> str:
         """The verb and how far it is."""
