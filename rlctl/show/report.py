@@ -24,7 +24,7 @@ Records = Sequence[dict[str, Any]]
 
 def _of_learners(metric: str) -> dict[str, str]:
     """Return the key of a metric that every learning role has, by role."""
-    return {role.name: f"{role.name}/{metric}" for role in ROLES.values() if role.learns}
+    return {role.name: f"{role.name}/{metric}" for role in ROLES.values() if role.holds == "learner"}
 
 
 # Charts of one metric each: title, unit, label → key of metrics.jsonl.

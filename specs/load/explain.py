@@ -136,7 +136,8 @@ def _not_a_choice(path: Path, given: Any, expected: str, raw: dict[str, Any]) ->
         return Problem(dotted(path), f"not a choice; known: {', '.join(known)}", hint, show(given))
     family, kind = engine_family(tables_at(path, raw)), given.get("kind")
     known += foreign_kinds(family) if family else []
-    others = [role.name for role in ROLES.values() if family and role.engine_family not in (None, family)]
+    models = [role for role in ROLES.values() if family and role.holds_model]
+    others = [role.name for role in models if role.is_trainer != (family == "train")]
     hint = foreign_kind_hint(kind)
     if not hint and (near := closest(str(kind), known)):
         hint = f'did you mean "{near}"?'

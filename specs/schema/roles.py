@@ -50,11 +50,6 @@ class Role:
     worker: str = ""
 
     @property
-    def learns(self) -> bool:
-        """Whether it has a state that a resume needs."""
-        return self.holds == "learner"
-
-    @property
     def samples(self) -> bool:
         return self.holds == "sampler"
 
@@ -72,11 +67,6 @@ class Role:
     def same_tokens(self) -> bool:
         """Whether it reads the actor's tokens; else it has a tokenizer of its own."""
         return self.holds != "score_model"
-
-    @property
-    def engine_family(self) -> Literal["train", "rollout"] | None:
-        """The registry that its engine comes from."""
-        return None if not self.holds_model else "train" if self.is_trainer else "rollout"
 
     @property
     def together(self) -> bool:
