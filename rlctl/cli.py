@@ -501,7 +501,3 @@ def _show_bug(error: Exception) -> int:
     hint = "this is a fault in rlctl; please report it with the lines above"
     show_error(RlctlError(f"{type(error).__name__}: {error}", hint=hint))
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
