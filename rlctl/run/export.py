@@ -30,7 +30,7 @@ from specs.load.dotted_keys import value_at
 from specs.model_facts import model_facts
 from specs.packages import package_path
 from specs.schema.engines.engine_registry import table_of
-from specs.schema.roles import ACTOR, PROOF_FILES, ROLES, HeadKind
+from specs.schema.roles import ACTOR, PROOF_FILES, ROLES
 
 if TYPE_CHECKING:
     from rlctl.show.screen import Screen
@@ -70,7 +70,7 @@ def export(
     console = screen or Screen(highlight=True)
     with console.status("checking the checkpoint"):
         checkpoint = find(run_dir, step)
-    there = sorted(checkpoint.manifest["roles"])
+    there = sorted(checkpoint.manifest["roles"].keys() & ROLES)
     role = role or (ACTOR if ACTOR in there or not there else there[-1])
     folder = checkpoint.path / role
     if role not in there:
@@ -104,7 +104,7 @@ def export(
 def _check_options(folder: Path, out_dir: Path, *, adapter_only: bool, push_to_hub: str | None, public: bool) -> None:
     """Raises UsageError for options that do not fit together, or the role whose files are in `folder`."""
     role = folder.name
-    if adapter_only and _head(role) != "lm":
+    if adapter_only and ROLES[role].head != "lm":
         raise UsageError("--adapter-only: beside its adapters the head learned", hint="leave it out: they are merged")
     if adapter_only and not (folder / "adapter_config.json").is_file():
         hint = "leave it out: the whole model was trained"
@@ -149,7 +149,7 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> dict[str, Any]:
     if table is not None and table.model_of == "bigram":
         hint = "an engine that trains a model, like ddp, writes checkpoints that can be exported"
         raise UsageError("this run's engine is fake: there is no model to export", hint=hint)
-    if f"{role}/{PROOF_FILES[_head(role)]}" not in about["files"]:
+    if f"{role}/{PROOF_FILES[ROLES[role].head]}" not in about["files"]:
         unproven = f"step {checkpoint.step} was saved without the proof that an export must repeat"
         raise CheckpointError(unproven, hint="export another step with --step; a resume of the run tries it again")
     manifest, model = checkpoint.path / checkpoints.MANIFEST, Path(about["model_path"])
@@ -174,10 +174,6 @@ def own_dtype(about: Mapping[str, Any]) -> tuple[str, str]:
     return trained, " (as it was trained: the base model's config.json names no dtype; --dtype chooses)"
 
 
-def _head(role: str) -> HeadKind:
-    return ROLES[role].head if role in ROLES else "lm"
-
-
 def _export(exported: ExportedModel, folder: Path, out_dir: Path, sizes: Mapping[str, int], say: Say) -> dict[str, Any]:
     """Write into a scratch folder, prove, and only then rename into place."""
     about = exported.about
@@ -191,11 +187,11 @@ def _export(exported: ExportedModel, folder: Path, out_dir: Path, sizes: Mapping
         model.mkdir()
         request = {
             "checkpoint": str(folder.absolute()),
-            "proof_file": str((folder / PROOF_FILES[_head(folder.name)]).absolute()),
+            "proof_file": str((folder / PROOF_FILES[ROLES[folder.name].head]).absolute()),
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],
             "dtype": exported.dtype,
-            "head": _head(folder.name),
+            "head": ROLES[folder.name].head,
             "adapter_only": exported.adapter_only,
             "out": str(model),
             **sizes,
