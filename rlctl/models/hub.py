@@ -41,12 +41,6 @@ class Unavailable:
     refused: bool
 
 
-def endpoint() -> str:
-    from huggingface_hub import constants
-
-    return constants.ENDPOINT
-
-
 def offline() -> bool:
     from huggingface_hub import constants
 
@@ -101,10 +95,11 @@ def look_up(hub_id: str) -> HubModel | Unavailable:
 
     if _unreachable:
         return _unreachable[0]
+    api = HfApi()
     try:
-        return _read(HfApi(endpoint()), hub_id)
+        return _read(api, hub_id)
     except errors.GatedRepoError:
-        hint = f"accept its conditions at {endpoint()}/{hub_id}, and set HF_TOKEN to a token that may read it"
+        hint = f"accept its conditions at {api.endpoint}/{hub_id}, and set HF_TOKEN to a token that may read it"
         return Unavailable("the model is gated, and you have no access to it", hint, refused=True)
     except errors.RepositoryNotFoundError:
         hint = "check the name; a private model needs a token that may read it in HF_TOKEN"
@@ -114,7 +109,7 @@ def look_up(hub_id: str) -> HubModel | Unavailable:
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
         why = str(error).strip() or type(error).__name__
     hint = "check the name, and that this machine reaches the hub"
-    _unreachable.append(Unavailable(f"{endpoint()} could not be reached: {why}", hint, refused=False))
+    _unreachable.append(Unavailable(f"{api.endpoint} could not be reached: {why}", hint, refused=False))
     return _unreachable[0]
 
 

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.models.hub import TIMEOUT_S, endpoint, offline
+from rlctl.models.hub import TIMEOUT_S, offline
 from specs.errors import ExportError, Interrupted, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -42,7 +42,7 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
         raise UsageError(f"{option}: HF_HUB_OFFLINE is set", hint=hint)
     if not get_token():
         raise UsageError(f"{option}: this machine has no token of the hub", hint="`hf auth login`, or set HF_TOKEN")
-    api = HfApi(endpoint())
+    api = HfApi()
     try:  # `api.whoami` would wait for an answer for ever
         about = get_session().get(f"{api.endpoint}/api/whoami-v2", headers=build_hf_headers(), timeout=TIMEOUT_S)
         hf_raise_for_status(about)
@@ -72,7 +72,7 @@ def push(repo: HubRepo, folder: Path, message: str) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
-    api = HfApi(endpoint())
+    api = HfApi()
     try:
         if not repo.there:
             api.create_repo(repo.name, private=not repo.public, exist_ok=True)
