@@ -123,7 +123,7 @@ def _call(spec: SamplingSpec, path: str, pool: GraderPool, row: DataRow) -> tupl
     """Call one function with the row's own answer; return what came of it, and why there is no score."""
     answer = row.values.get(spec.answer_column)
     completion = "" if answer is None else gold_answer(answer)
-    prompt = _prompt(row, spec.data_section)
+    prompt = _prompt(row, spec.data)
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     episode = {"messages": messages, "stop": "completed", "reward": 0.0, "why": ""} if spec.environments else None
     (grade,) = pool.grade([GradeRequest(0, prompt, row.values, completion, 1, episode=episode)])
@@ -149,7 +149,7 @@ def _pool(spec: SamplingSpec, spec_dir: Path, term: Function) -> GraderPool:
 def readable_rows(spec: SamplingSpec, spec_dir: Path, most: int) -> Iterator[DataRow]:
     """Yield the first rows that completions are graded with, up to `most` of each source that can be read. Nothing is
     downloaded."""
-    trained_on, evaluated = [*spec.data_section.named.values()], [one.data for one in spec.evaluations if one.data]
+    trained_on, evaluated = [*spec.data.named.values()], [one.data for one in spec.evaluations if one.data]
     for source in [*trained_on, *evaluated] if isinstance(spec, RlSpec) else [*evaluated, *trained_on]:
         if not is_hub_data(source):
             with suppress(DataError):

@@ -143,7 +143,7 @@ def chat_template_of(folder: Path) -> ChatTemplate:
 
 def chat_problems(spec: Spec, folder: Path) -> Iterator[Problem]:
     """Yield a chat template that the spec needs and the actor's model, in `folder`, does not have."""
-    data, found = spec.data_section, chat_template_of(folder)
+    data, found = spec.data, chat_template_of(folder)
     lacks = f"the tokenizer of {spec.model.path} has no chat template"
     if data.chat == "never" or found.text:
         return

@@ -36,7 +36,7 @@ _ONE_FILE = "name one file; rows of several can be joined"
 
 def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
     """Return errors and warnings about the data that a spec names."""
-    sources = [*spec.data_section.named.items()]
+    sources = [*spec.data.named.items()]
     sources += [(f"{one.key}.data", one.data) for one in spec.evaluations if one.data]
     errors = [problem for key, source in sources for problem in _source(key, source, spec_dir)]
     warnings = [] if errors else [problem for key, source in sources for problem in _to_download(key, source)]
@@ -46,7 +46,7 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     make_with(own_path(section, spec_dir) or sys.executable, section.env)
     found = _first_rows(spec, spec_dir)
     if not any(finding.refuses for finding in found):
-        found += _held_out(_config(spec, spec_dir), spec.data_section)
+        found += _held_out(_config(spec, spec_dir), spec.data)
     for finding in found:
         problem = Problem(finding.key, finding.message, finding.hint, finding.value)
         (errors if finding.refuses else warnings).append(problem)
@@ -145,7 +145,7 @@ def _codec_and_chats(spec: Spec, spec_dir: Path) -> Iterator[tuple[TokenizerFile
     except ValueError:
         codec = None
     if codec is None or not template.text:  # where the spec asks for a template, others report that it is not there
-        yield None if spec.data_section.system or spec.data_section.chat == "always" else codec, None
+        yield None if spec.data.system or spec.data.chat == "always" else codec, None
         return
     tools = template.with_tools
     with ChatRenderer(template.text, codec.special_tokens, library=False, tool_template=tools) as chats:

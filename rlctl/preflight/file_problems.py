@@ -102,7 +102,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
 
 def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
     """Yield a model that scores conversations and has no template for them."""
-    if spec.data_section.chat == "never" or main.folder is None or other.folder is None:
+    if spec.data.chat == "never" or main.folder is None or other.folder is None:
         return
     if chat_template_of(main.folder).text and not chat_template_of(other.folder).text:
         message = "its tokenizer has no chat template, and prompts are conversations"

@@ -52,7 +52,7 @@ def _reward(spec: SamplingSpec, paths: Mapping[RoleName, str], spec_dir: Path, r
         run_dir=str(run_dir),
         score_text=_score_text(spec, paths),
         environments=spec.environments,
-        environment_column=getattr(spec.data_section, "environment_column", ""),
+        environment_column=getattr(spec.data, "environment_column", ""),
         seed=spec.run.seed,
         sources=read_sources(scorer_code(spec).values(), str(spec_dir)),
     )
@@ -109,5 +109,5 @@ def _score_text(spec: SamplingSpec, paths: Mapping[RoleName, str]) -> ScoreText 
         path=paths[REWARD_MODEL],
         trust_remote_code=spec.model.trust_remote_code,
         max_sequence_tokens=spec.longest_tokens(REWARD_MODEL),
-        chat=spec.data_section.chat,
+        chat=spec.data.chat,
     )

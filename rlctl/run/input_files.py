@@ -89,7 +89,7 @@ def _data(spec: Spec) -> list[tuple[str, str]]:
     named = {f"{one.key}.data": one.data for one in spec.evaluations}
     if isinstance(spec, RowsSpec) and spec.eval is not None:
         named["eval.data"] = spec.eval.data
-    return [*spec.data_section.named.items(), *((key, source) for key, source in named.items() if source)]
+    return [*spec.data.named.items(), *((key, source) for key, source in named.items() if source)]
 
 
 def _files_of_program(agent: AgentCommand, spec_dir: Path) -> list[Path]:

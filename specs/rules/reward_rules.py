@@ -45,7 +45,7 @@ def _gym_term(key: str, spec: SamplingSpec) -> Iterator[Problem]:
     """Yield a source of completed prompts that is not of reasoning-gym."""
     sources = {f"{one.key}.data": one.data for one in spec.evaluations if one.data}
     if isinstance(spec, RlSpec) or len(sources) < len(spec.evaluations):
-        sources |= spec.data_section.named
+        sources |= spec.data.named
     for name, source in sources.items():
         if not source.startswith(GYM_PREFIX):
             message = f"scores rows of reasoning-gym, and {name} is {show(source)}"

@@ -181,10 +181,6 @@ class RlSpec(SamplingSpec):
         return self.data.max_response_tokens
 
     @property
-    def data_section(self) -> DataSection:
-        return self.data
-
-    @property
     def own_functions(self) -> Mapping[str, str]:
         return {f"algorithm.{key}": path for key, path in self.algorithm.own_functions.items()}
 
@@ -231,10 +227,6 @@ class RowsSpec(Spec):
     data: RowsSection
     objective: Objective
     eval: RowsEval | None = None
-
-    @property
-    def data_section(self) -> RowsSection:
-        return self.data
 
     @property
     def losses(self) -> Mapping[RoleName, AnyLoss]:

@@ -9,7 +9,7 @@ reference (`docs/spec.md`) prints. Unknown keys are refused at every depth. Rule
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -19,11 +19,11 @@ from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
 from specs.schema.engines.engine_table import TrainTable, engine_of
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
-from specs.schema.eval_sets import Evaluation
+from specs.schema.eval_sets import EvalSection, Evaluation
 from specs.schema.rewards import MAX_SCORE, EnvironmentReward, RewardTerm, RewardTermTable
 from specs.schema.role_section import DType, LearningRole, Lora, ModelRole, Restartable, RoleSection
 from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, HeadKind, Role, RoleName
-from specs.schema.rows import RowsSection
+from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import CheckpointSection, ClusterSection, DataSection, ModelSection, RunSection
 from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
 from specs.schema.tracker_tables import TrackerTable
@@ -179,6 +179,9 @@ class Spec(Table):
     checkpoint: CheckpointSection = CheckpointSection()
     cluster: ClusterSection | None = None
     tracking: tuple[TrackerTable, ...] = ()
+    if TYPE_CHECKING:  # of every recipe, each with its own
+        data: DataSection | RowsSection
+        eval: EvalSection | RowsEval | None
 
     lead: ClassVar[RoleName] = ACTOR
     """The role whose model the run is for: it learns, and is saved and exported."""
@@ -217,7 +220,7 @@ class Spec(Table):
     @property
     def every(self) -> int | None:
         """Steps between evaluations; None: there are none."""
-        return getattr(getattr(self, "eval", None), "every", None)
+        return self.eval.every if self.eval is not None else None
 
     @property
     def mini_batches_per_step(self) -> int:
@@ -233,11 +236,6 @@ class Spec(Table):
     def evaluations(self) -> tuple[Evaluation, ...]:
         """The sets of prompts that the run is evaluated on."""
         return ()
-
-    @property
-    def data_section(self) -> DataSection | RowsSection:
-        """Return the section that the role `data` reads."""
-        raise NotImplementedError
 
     @property
     def reward_terms(self) -> tuple[RewardTerm, ...]:
