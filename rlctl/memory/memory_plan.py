@@ -131,7 +131,7 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         mlp_tensors=KEPT_OF_MLP if here is None else here.mlp_tensors(model.facts),
         head_norms=model.tensors.norms_heads,
         offloaded=getattr(section, "activation_offload", False) and device != "cpu",
-        head=spec.head(role),
+        head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,
         adds_head_gradient=here is not None and here.adds_gradients_in_place(spec.dtype(role)),
         entropy=getattr(spec.losses.get(role), "entropy_coef", 0) != 0 or (here is not None and here.always_entropy),

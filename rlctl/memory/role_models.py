@@ -17,7 +17,7 @@ from specs.model_shapes import ModelTensors
 from specs.schema.engines.held_model import HeldTrainer, Replica
 from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
 from specs.schema.recipes import SamplingSpec
-from specs.schema.roles import ROLLOUT, RoleName
+from specs.schema.roles import ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -58,7 +58,7 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
         message += "that can be read"
         hint = f"put the model's safetensors beside its config.json; known: {', '.join(KNOWN_FAMILIES)}"
         raise SpecError([Problem(key, message, hint, show(path))])
-    if spec.head(role) != "lm":
+    if ROLES[role].head != "lm":
         tensors = tensors.with_score_layer(facts.hidden_size)
     return Model(config, facts, tensors)
 

@@ -45,7 +45,7 @@ class ModelCheck:
         self.key = f"{role}.model" if getattr(spec.role(role), "model", "") else "model.path"
         self._bigram = spec.lead_engine.model_of == "bigram"
         self._role, self._learns = role, spec.learns(role)
-        self._head: HeadKind = spec.head(role)
+        self._head: HeadKind = ROLES[role].head
         if self._learns and self._head != "lm":
             self._head = "value"  # one that learns is made where the files have none
         self._same_tokens = role == spec.lead or ROLES[role].same_tokens

@@ -41,7 +41,7 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path) -> Expected:
     kernels = kernels_of(spec, role)
     if kernels is not None and (kernels.asked != "auto" or kernels.implementation == OWN_MODULES):
         expected["kernels"] = kernels.implementation
-    config, head = config_of(spec.model_path(role), spec_dir), spec.head(role)
+    config, head = config_of(spec.model_path(role), spec_dir), ROLES[role].head
     if section.engine.model_of is not None:
         expected["head"] = "lm" if head == "lm" else "score"
     if section.engine.model_of == "bigram":
@@ -72,7 +72,7 @@ def _attention(section: Any, decision: Decision) -> dict[str, Any]:
 
 def _model(spec: Spec, role: RoleName, section: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config says of a model of transformers; what it leaves to the default of its class is left out."""
-    facts, tensors, head = model_facts(config), tensors_of_config(config), spec.head(role)
+    facts, tensors, head = model_facts(config), tensors_of_config(config), ROLES[role].head
     found: dict[str, Any] = {"activation_offload": getattr(section, "activation_offload", False)}
     recomputed = getattr(section, "gradient_checkpointing", False)
     if recomputed is not True:

@@ -100,6 +100,6 @@ def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:
         section: Any = spec.role(role)
         whole = spec.learns(role) and getattr(section, "lora", None) is None
         if facts and tensors and whole and spec.model_path(role) == spec.model.path:
-            own = tensors if spec.head(role) == "lm" else tensors.with_score_layer(facts.hidden_size)
+            own = tensors if ROLES[role].head == "lm" else tensors.with_score_layer(facts.hidden_size)
             total += (section.engine.checkpoint_bytes or 0) * own.elements
     return total

@@ -87,7 +87,7 @@ def _trainer(spec: Spec, role: RoleName, path: str) -> TrainConfig:
 
 
 def _model(spec: Spec, role: RoleName, path: str) -> ModelConfig:
-    own_path, head = spec.model_path(role) != spec.model.path, spec.head(role)
+    own_path, head = spec.model_path(role) != spec.model.path, ROLES[role].head
     return ModelConfig(
         path=path,
         from_scratch=spec.model.from_scratch and not own_path and (head not in HEADS_OF_FILES or spec.learns(role)),

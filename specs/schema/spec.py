@@ -22,7 +22,7 @@ from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.eval_sets import EvalSection, Evaluation
 from specs.schema.rewards import MAX_SCORE, EnvironmentReward, RewardTerm, RewardTermTable
 from specs.schema.role_section import DType, LearningRole, Lora, ModelRole, Restartable, RoleSection
-from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, HeadKind, Role, RoleName
+from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, Role, RoleName
 from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import CheckpointSection, ClusterSection, DataSection, ModelSection, RunSection
 from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
@@ -250,10 +250,6 @@ class Spec(Table):
     def learns_after(self, role: RoleName) -> int:
         """Steps of the run before a role learns."""
         return 0
-
-    def head(self, role: RoleName) -> HeadKind:
-        """Return the end of a role's model."""
-        return ROLES[role].head
 
     @property
     def needs_critic(self) -> bool:
