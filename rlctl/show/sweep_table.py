@@ -76,11 +76,8 @@ def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
 class SweepTable:
     """Show the state of all runs as it changes, within a `with` block."""
 
-    def __init__(
-        self, keys: Sequence[str], trials: Sequence[Trial], folder: Path, console: Screen | None = None
-    ) -> None:
-        self.keys, self.folder = list(keys), folder
-        self.console = console or Screen(outlives=True)
+    def __init__(self, keys: Sequence[str], trials: Sequence[Trial], folder: Path, console: Screen) -> None:
+        self.keys, self.folder, self.console = list(keys), folder, console
         self.trials = {trial.name: trial for trial in trials}
         self._began: dict[str, float] = {}
         self._live: Live | None = None
