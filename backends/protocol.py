@@ -50,13 +50,9 @@ class Weight(ABC):
     spec: WeightSpec
 
     @abstractmethod
-    def checksum(self) -> str:
-        """xxh3-64 (hex) of the bytes in wire dtype, computed from the engine's own tensor, not from the copy."""
-
-    @abstractmethod
     def copy_to(self, buffer: Buffer) -> str:
         """Write the bytes in wire dtype into `buffer`, which is exactly `spec.nbytes` long; returns the checksum (hex)
-        that goes with such a buffer, of the engine's own tensor: in host memory `checksum()`."""
+        that goes with such a buffer (`Buffer`), of the engine's own tensor, not of the copy."""
 
     def copy_in_blocks(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
         """Do the same as `copy_to`, into host memory that comes block by block, `spec.nbytes` in all. A block is filled

@@ -135,13 +135,11 @@ class BigramWeight(Weight):
         self.spec = spec
         self._value = value
 
-    def checksum(self) -> str:
-        return checksum_bytes(wire_bytes(self._value, self.spec.dtype))
-
     def copy_to(self, buffer: NDArray[np.uint8]) -> str:
         assert buffer.nbytes == self.spec.nbytes, (self.spec.name, buffer.nbytes, self.spec.nbytes)
-        buffer.view(np.uint8).reshape(-1)[:] = wire_bytes(self._value, self.spec.dtype)
-        return self.checksum()
+        own_U = wire_bytes(self._value, self.spec.dtype)
+        buffer.view(np.uint8).reshape(-1)[:] = own_U
+        return checksum_bytes(own_U)
 
 
 def weight_specs(vocab_size: int, dtype: str, head: HeadKind = "lm") -> list[WeightSpec]:

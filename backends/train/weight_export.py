@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends.protocol import Buffer, Weight, WeightSpec
 from backends.weights.checksum import Digest, blocks_of
-from backends.weights.host_pieces import host_checksum, pieces_of
+from backends.weights.host_pieces import pieces_of
 from backends.weights.tensor_bytes import DTYPES, torch_dtype, wire_dtype
 from backends.weights.word_sum import word_sums
 from specs.schema.role_section import DType
@@ -39,9 +39,6 @@ class TensorWeight(Weight):
         self._cast_in_blocks = tensor.dtype != sent and tensor.is_cpu
         as_it_is = tensor.dtype == sent and tensor.is_cpu and tensor.is_contiguous()
         self._own_U = next(pieces_of(tensor)) if as_it_is else None
-
-    def checksum(self) -> str:
-        return host_checksum(self._whole())
 
     def _whole(self) -> Tensor:
         """In wire dtype, where the engine's tensor lies."""

@@ -55,13 +55,14 @@ def sync_of(groups, vocab, bucket_bytes=4096, shared=False, transport=SHM):
 
 def send_instead(weight, bytes_U):
     """Let a weight put other bytes than its own on the transport, of which it has the right checksum."""
+    own = weight.copy_to(np.empty(weight.spec.nbytes, dtype=np.uint8))
 
     def copy_in_blocks(blocks):
         start = 0
         for block_U in blocks:
             block_U[:] = bytes_U[start : start + len(block_U)]
             start += len(block_U)
-        return weight.checksum()
+        return own
 
     def copy_to(buffer_U):
         digest = type(weight).copy_to(weight, buffer_U)
@@ -73,13 +74,14 @@ def send_instead(weight, bytes_U):
 
 def do_not_copy(weight):
     """Let a weight leave on the transport what lies there."""
+    own = weight.copy_to(np.empty(weight.spec.nbytes, dtype=np.uint8))
 
     def copy_in_blocks(blocks):
         for _ in blocks:
             pass
-        return weight.checksum()
+        return own
 
-    weight.copy_to, weight.copy_in_blocks = lambda buffer: weight.checksum(), copy_in_blocks
+    weight.copy_to, weight.copy_in_blocks = lambda buffer: own, copy_in_blocks
 
 
 def wire_bytes(weight):
