@@ -8,8 +8,10 @@ from typing import Any
 from backends.protocol import Rank
 from specs.wire import bodies
 from specs.wire.messages import Verb
+from specs.wire.role_config import TrainConfig
+from workers.roles import methods_of
 from workers.roles.learner import Learner
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.serve import Emit, Handler, Reply, Request, typed
 from workers.transports.base import Known
 from workers.transports.ends import Exporter
 
@@ -59,13 +61,7 @@ class Actor(Learner):
         return super().close(call, emit)
 
     def handlers(self) -> Mapping[Verb, Handler]:
-        verbs: Mapping[Verb, TypedHandler] = {
-            Verb.PROBE: self.probe,
-            Verb.EXPORT_BEGIN: self.export_begin,
-            Verb.EXPORT_BUCKET: self.export_bucket,
-            Verb.EXPORT_END: self.export_end,
-        }
-        return {**super().handlers(), **typed(verbs, {Verb.PROBE: bodies.Nothing})}
+        return typed(methods_of(self), {Verb.BUILD: TrainConfig, Verb.PROBE: bodies.Nothing})
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

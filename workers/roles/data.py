@@ -12,7 +12,8 @@ from specs.wire.messages import Verb
 from specs.wire.role_config import DataConfig
 from workers.data.data_set import RunData, RunRows, open_data, open_rows
 from workers.rank_report import as_built
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.roles import methods_of
+from workers.serve import Emit, Handler, Reply, Request, typed
 
 
 class Data:
@@ -62,13 +63,7 @@ class Data:
         return {**state, "rows": rows}, columns
 
     def handlers(self) -> Mapping[Verb, Handler]:
-        verbs: Mapping[Verb, TypedHandler] = {
-            Verb.BUILD: self.build,
-            Verb.OPEN_DATA: self.open_data,
-            Verb.PROMPTS: self.prompts,
-            Verb.ROWS: self.rows,
-        }
-        return typed(verbs, {Verb.BUILD: DataConfig})
+        return typed(methods_of(self), {Verb.BUILD: DataConfig})
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

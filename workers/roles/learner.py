@@ -14,10 +14,9 @@ from backends.protocol import LossScale
 from specs.errors import PeerGone, RlctlError
 from specs.schema.roles import PROOF_FILES, ROLES
 from specs.wire import bodies
-from specs.wire.messages import Verb
 from workers.roles.trainer import Trainer
 from workers.saved_files import settle
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.serve import Emit, Reply, Request
 
 
 class Learner(Trainer):
@@ -87,13 +86,3 @@ class Learner(Trainer):
         if call.body.schedule_steps is not None:
             self.engine.start_schedule_at(call.body.schedule_steps)
         return {}, {}
-
-    def handlers(self) -> Mapping[Verb, Handler]:
-        verbs: Mapping[Verb, TypedHandler] = {
-            Verb.UPDATE: self.update,
-            Verb.EVALUATE: self.evaluate,
-            Verb.STEP: self.step,
-            Verb.SAVE: self.save,
-            Verb.LOAD: self.load,
-        }
-        return {**super().handlers(), **typed(verbs, {})}

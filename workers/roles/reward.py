@@ -30,7 +30,8 @@ from workers.grading.reward_failures import FailureLog, last_line
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts
 from workers.grading.terms import GradeRequest, Setting
 from workers.rank_report import as_built
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, aside, typed
+from workers.roles import methods_of
+from workers.serve import Emit, Handler, Reply, Request, aside, typed
 
 if TYPE_CHECKING:
     from workers.episodes.episode_runner import EpisodeRunner
@@ -270,16 +271,8 @@ class Reward:
         return {"stop": episode["stop"], "environment_reward": episode["reward"], "pieces": pieces, **asked}
 
     def handlers(self) -> Mapping[Verb, Handler]:
-        verbs: Mapping[Verb, TypedHandler] = {
-            Verb.BUILD: self.build,
-            Verb.SCORE: aside(self.score, self._grading),
-            Verb.RENDER: aside(self.render, self._grading),
-            Verb.JUDGE: self.judge,
-            Verb.EPISODES: self.episodes,
-            Verb.TURNS: self.turns,
-            Verb.CLOSE: self.close,
-        }
-        return typed(verbs, {Verb.BUILD: RewardConfig})
+        threaded = {Verb.SCORE: aside(self.score, self._grading), Verb.RENDER: aside(self.render, self._grading)}
+        return typed(methods_of(self) | threaded, {Verb.BUILD: RewardConfig})
 
 
 def _lost(episode: Mapping[str, Any] | None, given: Sequence[str]) -> Grade:

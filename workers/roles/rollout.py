@@ -18,9 +18,10 @@ from specs.wire.batch import Batch
 from specs.wire.heartbeat import amount
 from specs.wire.messages import Verb
 from specs.wire.role_config import RolloutConfig
+from workers.roles import methods_of
 from workers.roles.engine_rank import EngineRank
 from workers.roles.open_requests import OpenRequests
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, Working, typed
+from workers.serve import Emit, Handler, Reply, Request, Working, typed
 from workers.transports.ends import Importer, spec_of
 from workers.transports.host_readers import host_of_this_process
 
@@ -161,19 +162,7 @@ class Rollout(EngineRank[RolloutEngine]):
         return super().close(call, emit)
 
     def handlers(self) -> Mapping[Verb, Handler]:
-        verbs: Mapping[Verb, TypedHandler] = {
-            Verb.BUILD: self.build,
-            Verb.GENERATE: self.generate,
-            Verb.PROBE: self.probe,
-            Verb.IMPORT_FORM: self.import_form,
-            Verb.IMPORT_BEGIN: self.import_begin,
-            Verb.IMPORT_BUCKET: self.import_bucket,
-            Verb.IMPORT_END: self.import_end,
-            Verb.SLEEP: self.sleep,
-            Verb.WAKE: self.wake,
-            Verb.CLOSE: self.close,
-        }
-        return Working(typed(verbs, {Verb.BUILD: RolloutConfig, Verb.PROBE: bodies.Probe}), self)
+        return Working(typed(methods_of(self), {Verb.BUILD: RolloutConfig, Verb.PROBE: bodies.Probe}), self)
 
 
 def hold_part(span: ReplicaSpan) -> None:

@@ -11,8 +11,9 @@ from backends.registry import train_engine
 from specs.wire import bodies
 from specs.wire.messages import Verb
 from specs.wire.role_config import TrainConfig
+from workers.roles import methods_of
 from workers.roles.engine_rank import EngineRank
-from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.serve import Emit, Handler, Reply, Request, typed
 
 
 class Trainer(EngineRank[TrainEngine]):
@@ -52,16 +53,7 @@ class Trainer(EngineRank[TrainEngine]):
         return self.come_back(self.engine.onload)
 
     def handlers(self) -> Mapping[Verb, Handler]:
-        verbs: Mapping[Verb, TypedHandler] = {
-            Verb.BUILD: self.build,
-            Verb.LOGPROBS: self.logprobs,
-            Verb.VALUES: self.values,
-            Verb.SCORES: self.scores,
-            Verb.OFFLOAD: self.offload,
-            Verb.ONLOAD: self.onload,
-            Verb.CLOSE: self.close,
-        }
-        return typed(verbs, {Verb.BUILD: TrainConfig})
+        return typed(methods_of(self), {Verb.BUILD: TrainConfig})
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:
