@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from specs.wire.heartbeat import Activity, amount
+from specs.wire.heartbeat import amount
 
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"  # Python files whose innermost frame means: waits for others
 
@@ -106,12 +106,6 @@ def snapshot() -> dict[str, Any] | None:
         "waits_for": _now.waits_for or (f"the other ranks, in {collective}" if collective else ""),
         "where": where,
     }
-
-
-def read() -> Activity | None:
-    """The same, typed: for tests and logs."""
-    now = snapshot()
-    return None if now is None else Activity.model_validate(now)
 
 
 def _main_thread() -> tuple[str, str]:

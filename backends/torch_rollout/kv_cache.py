@@ -215,11 +215,6 @@ class KvCache:
         if self.states is not None:
             self.states.copy(self._slots[: len(order)], of)
 
-    @property
-    def nbytes(self) -> int:
-        states = 0 if self.states is None else self.states.nbytes
-        return states + sum(cache.nbytes for cache in (*self.keys.values(), *self.values.values()))
-
 
 def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """[n, KV, G, D] over [n, KV, L, D] → [n, KV, G, D].

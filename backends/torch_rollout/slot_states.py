@@ -67,9 +67,5 @@ class SlotStates:
         for room in self._rooms():
             room.index_copy_(0, to, room.index_select(0, of))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(room.nbytes for room in self._rooms())
-
     def _rooms(self) -> list[Tensor]:
         return [room for layer in self._layers.values() for room in layer.tensors if room is not None]

@@ -106,10 +106,6 @@ class ShardReader:
         shape = self.shapes[name]
         return self.read(name, 0, math.prod(shape)).view(shape)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, whole, one at a time."""
-        return ((name, self.tensor(name)) for name in self.shapes)
-
     @torch.no_grad()
     def load(self, shards: Iterable[Shard], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Fill the shards' memory. Before anything is written, the checkpoint must hold exactly the `expected` names,

@@ -18,15 +18,19 @@ def verb():
     activity.end()
 
 
+def read() -> Activity:
+    now = activity.snapshot()
+    assert now is not None
+    return Activity.from_json(now)
+
+
 def test_counts_are_of_the_process_and_so_far_of_the_verb(verb: None) -> None:
     activity.count("token", 3)
     activity.describe("generate of 2 prompts, longest 8 tokens", "token", counted=True)
-    before = activity.read()
+    before = read()
     activity.count("token", 4)
     activity.count("weight")
-    after = activity.read()
-    assert before is not None
-    assert after is not None
+    after = read()
     assert (before.so_far, after.so_far) == (0, 4)
     assert after.counts["token"] - before.counts["token"] == 4
     assert after.words() == "generate of 2 prompts, longest 8 tokens, 4 tokens so far"
@@ -39,11 +43,9 @@ def test_samples_that_ranks_share_are_told_as_shared(verb: None) -> None:
     activity.describe("generate", "micro-batch", counted=True)
     activity.describe_samples(1, 1200)
     activity.count("micro-batch", 2)
-    alone = activity.read()
+    alone = read()
     activity.describe_samples(5, 6000, ranks=4)
-    shared = activity.read()
-    assert alone is not None
-    assert shared is not None
+    shared = read()
     assert alone.words() == "generate of 1 sample, 1,200 tokens, 2 micro-batches so far"
     assert shared.words() == "generate of 5 samples, 6,000 tokens, shared by 4 ranks, 2 micro-batches so far"
     activity.end()
@@ -52,17 +54,17 @@ def test_samples_that_ranks_share_are_told_as_shared(verb: None) -> None:
 
 
 def test_another_thread_reads_where_the_main_one_is(verb: None) -> None:
-    read: list[Activity | None] = []
+    found: list[Activity] = []
     looked = threading.Lock()
 
     def look() -> None:
         until = time.monotonic() + 60
         while time.monotonic() < until:  # the main thread is still in Python's `start`, or on its way from there
-            now = activity.read()
-            if now is not None and now.where.startswith("test_another_thread_reads"):
+            now = read()
+            if now.where.startswith("test_another_thread_reads"):
                 break
             time.sleep(0.01)
-        read.append(now)
+        found.append(now)
         looked.release()
 
     thread = threading.Thread(target=look)
@@ -71,9 +73,6 @@ def test_another_thread_reads_where_the_main_one_is(verb: None) -> None:
         thread.start()
         looked.acquire()  # of a lock: that has no frame of Python's
     thread.join()
-    assert read[0] is not None
-    assert (read[0].waits_for, read[0].where.partition(" ")[0]) == (
-        "rollout 0",
-        "test_another_thread_reads_where_the_main_one_is",
-    )
-    assert activity.read().waits_for == ""  # type: ignore[union-attr]
+    assert found[0].waits_for == "rollout 0"
+    assert found[0].where.startswith("test_another_thread_reads")
+    assert read().waits_for == ""

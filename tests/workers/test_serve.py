@@ -87,7 +87,7 @@ def test_a_reply_comes_later_while_further_calls_are_received() -> None:
     serve(tape, handlers)
     kinds = [(answer.kind, answer.call) for answer in tape.answers]
     assert kinds == [(Kind.ANSWER, 6), (Kind.ANSWER, 4), (Kind.ERROR, 5), (Kind.ANSWER, 99)]
-    assert activity.read() is None, "nothing is served any more"
+    assert activity.snapshot() is None, "nothing is served any more"
 
 
 def test_the_loop_survives_errors_and_reports_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,10 +161,10 @@ give_weights(engine, scale=0.02)
 weights = sum(spec.nbytes for spec in engine.weight_specs()) / 2**20
 answer(engine, make_prompts(64, 2), Sampling(seed=0, max_response_tokens=2))
 with torch.inference_mode():
-    for cached in (*engine._cache.keys.values(), *engine._cache.values.values()):
+    for cached in (held := [*engine._cache.keys.values(), *engine._cache.values.values()]):
         cached.fill_(1.0)  # pages that were never touched are not resident
-del cached
-cache = engine._cache.nbytes / 2**20
+cache = sum(cached.nbytes for cached in held) / 2**20
+del cached, held
 awake = resident()
 engine.sleep(1); one = resident()
 engine.wake(["weights", "kv_cache"]); engine.sleep(2); two = resident()

@@ -213,8 +213,8 @@ def test_a_checkpoint_loads_as_a_peft_adapter(tmp_path: Path, config: dict[str, 
     learn(engine)
     folder.mkdir()
     engine.save(folder)
-    tensors = {peft_name(name): tensor for name, tensor in ShardReader(folder, "model").tensors()}
-    save_file(tensors, folder / "adapter_model.safetensors")
+    saved = ShardReader(folder, "model")
+    save_file({peft_name(name): saved.tensor(name) for name in saved.shapes}, folder / "adapter_model.safetensors")
     base = build_model(model_config(model_folder, attn_implementation="eager"), load_weights=True)
     model = PeftModel.from_pretrained(base, folder).eval()
     tokens = list(range(2, 12))
