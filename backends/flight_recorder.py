@@ -12,21 +12,20 @@ from pathlib import Path
 
 from specs.wire.heartbeat import FLIGHT_RECORDER
 
-_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # torch 2.13, and before 2.9
-_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 _ENTRIES = "2000"
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Switches it on for the ranks of a group, whose dumps go to `folder`."""
-    files = dict.fromkeys(_FILE_VARIABLES, str(folder / FLIGHT_RECORDER))
-    return {**files, **dict.fromkeys(_SIZE_VARIABLES, _ENTRIES), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    file = str(folder / FLIGHT_RECORDER)
+    return {_FILE: file, "TORCH_FR_BUFFER_SIZE": _ENTRIES, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def dump() -> Path | None:
     """Write what this rank has recorded; None where there is nothing. Call it from any thread."""
     distributed = sys.modules.get("torch.distributed")
-    prefix = os.environ.get(_FILE_VARIABLES[0])
+    prefix = os.environ.get(_FILE)
     if not prefix or distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     from torch._C import _distributed_c10d as c10d
