@@ -20,13 +20,13 @@ from workers.gateway.chat_request import (
     text_of,
     tokens_of,
 )
-from workers.gateway.wire import data_event
+from workers.gateway.wire import Wire, data_event
 
 _BILLING = "x-anthropic-billing-header"  # a line of the system's text that changes from request to request
 _SIGNATURE = "rlctl"  # of a thought: clients send it back
 
 
-class AnthropicMessages:
+class AnthropicMessages(Wire):
     """The form in which contents are blocks: of text, of thought, calls and what they gave."""
 
     name = "messages"

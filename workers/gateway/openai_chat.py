@@ -21,10 +21,10 @@ from workers.gateway.chat_request import (
     text_of,
     tokens_of,
 )
-from workers.gateway.wire import OpenAIWire, data_event
+from workers.gateway.wire import Wire, data_event
 
 
-class OpenAIChat(OpenAIWire):
+class OpenAIChat(Wire):
     """The form of most clients. Thoughts travel as `reasoning_content`."""
 
     name = "chat"

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest, tokens_of
-from workers.gateway.wire import OpenAIWire, data_event
+from workers.gateway.wire import Wire, data_event
 
 
-class OpenAICompletions(OpenAIWire):
+class OpenAICompletions(Wire):
     """Text that the model continues; no chat template is used."""
 
     name = "completions"

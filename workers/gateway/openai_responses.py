@@ -21,10 +21,10 @@ from workers.gateway.chat_request import (
     text_of,
     tokens_of,
 )
-from workers.gateway.wire import OpenAIWire, data_event
+from workers.gateway.wire import Wire, data_event
 
 
-class OpenAIResponses(OpenAIWire):
+class OpenAIResponses(Wire):
     """The form in which a conversation is a list of items: messages, thoughts, calls and what they gave."""
 
     name = "responses"
