@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from backends.weights.tensor_files import DTYPES, LazyTensor, TensorFile, write_file
 from specs.errors import ExportError
 
-SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 OnBytes = Callable[[int], None]  # called with the bytes of each finished tensor
@@ -22,18 +22,18 @@ OnBytes = Callable[[int], None]  # called with the bytes of each finished tensor
 def write_folder(out: Path, tensors: Sequence[LazyTensor], shard_bytes: int, on_bytes: OnBytes) -> None:
     """Files of at most `shard_bytes` each (a larger tensor has one of its own), and the index that names them where
     there are several. Holds one tensor at a time."""
-    shards = _split(tensors, shard_bytes)
-    if len(shards) == 1:
-        write_file(out / SINGLE, shards[0], {"format": "pt"}, on_bytes)
-        return
-    place: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(out / name, shard, {"format": "pt"}, on_bytes)
-        place |= {tensor.name: name for tensor in shard}
-    total = sum(tensor.nbytes for tensor in tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
-    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        write_file(out / file, [by_name[name] for name in names], {"format": "pt"}, on_bytes)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def file_dtype(model: PreTrainedModel, name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -41,18 +41,6 @@ def file_dtype(model: PreTrainedModel, name: str, own: torch.dtype, dtype: torch
     if not own.is_floating_point:
         return own
     return torch.float32 if any(part in name for part in model._keep_in_fp32_modules_strict or ()) else dtype
-
-
-def _split(tensors: Sequence[LazyTensor], shard_bytes: int) -> list[list[LazyTensor]]:
-    shards: list[list[LazyTensor]] = [[]]
-    free = shard_bytes
-    for tensor in tensors:
-        if shards[-1] and tensor.nbytes > free:
-            shards.append([])
-            free = shard_bytes
-        shards[-1].append(tensor)
-        free -= tensor.nbytes
-    return shards
 
 
 class SafetensorsReader:
