@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from specs.schema.role_section import Lora
 from specs.schema.spec import WeightForm
 
 CONFIG_FILE = "adapter_config.json"
+_FROZEN = ".base_layer.weight"
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 
@@ -126,11 +127,30 @@ class Adapters:
                 found[base_name(name)] = kind
         return found
 
+    @torch.no_grad()
     def merged(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return merge(weights, self.layers.keys(), self.scale, self.transposed)
+        """The weights of the model without adapters, under its names: W + scale · B A, made in fp32, one at a time.
+
+        `weights`: those of the model with adapters in its own order, in which a layer's A and B follow its W. A tensor
+        may be gone as soon as the next one is asked for.
+        """
+        base_VE = down_RE = torch.empty(0)  # of the layer that is under way
+        for name, tensor in weights:
+            if not is_adapter(name):
+                if self._is_adapted(name):
+                    base_VE = tensor.detach().to(torch.float32, copy=True)
+                else:
+                    yield base_name(name), tensor
+            elif is_down(name):
+                down_RE = tensor.detach().float().clone()
+            else:
+                weight = base_VE.T if layer_of(name) in self.transposed else base_VE
+                add_adapter(weight, down_RE, tensor.detach().float(), self.scale)
+                yield f"{layer_of(name)}.weight", base_VE
 
     def _is_adapted(self, name: str) -> bool:
-        return _adapted_layer(name) in self.layers
+        """Whether this is the frozen matrix of a layer with an adapter."""
+        return name.endswith(_FROZEN) and name.removesuffix(_FROZEN) in self.layers
 
     # ── apart: for samplers that apply adapters themselves ────────────────────────────────────────
 
@@ -166,29 +186,6 @@ class Adapters:
                 raise CheckpointError(f"{folder} has adapters with {key} {saved[key]}, this run {self.config[key]}")
 
 
-@torch.no_grad()
-def merge(
-    weights: Iterator[tuple[str, Tensor]], adapted: Collection[str], scale: float, transposed: Collection[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without adapters, under its names: W + scale · B A, made in fp32, one at a time.
-
-    `weights`: those of the model with adapters in its own order, in which a layer's A and B follow its W. A tensor may
-    be gone as soon as the next one is asked for.
-    """
-    base_VE = down_RE = torch.empty(0)  # of the layer that is under way
-    for name, tensor in weights:
-        if not is_adapter(name):
-            if _adapted_layer(name) in adapted:
-                base_VE = tensor.detach().to(torch.float32, copy=True)
-            else:
-                yield base_name(name), tensor
-        elif is_down(name):
-            down_RE = tensor.detach().float().clone()
-        else:
-            add_adapter(base_VE.T if layer_of(name) in transposed else base_VE, down_RE, tensor.detach().float(), scale)
-            yield f"{layer_of(name)}.weight", base_VE
-
-
 def add_adapter(weight_VE: Tensor, down_RE: Tensor, up_VR: Tensor, scale: float) -> None:
     """W += scale · B A, in place. All in fp32."""
     weight_VE.addmm_(up_VR, down_RE, alpha=scale)
@@ -196,11 +193,6 @@ def add_adapter(weight_VE: Tensor, down_RE: Tensor, up_VR: Tensor, scale: float)
 
 def _apart_name(name: str) -> str:
     return wire_name(name) if is_adapter(name) else base_name(name)
-
-
-def _adapted_layer(name: str) -> str:
-    """The layer of which this is the frozen matrix, or ""."""
-    return name.removesuffix(".base_layer.weight") if name.endswith(".base_layer.weight") else ""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
