@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -75,7 +74,7 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
     check_positions(config, text)
     return ModelShape(
         architecture=type(model).__name__,
-        weights={name: _spec(name, tensor) for name, tensor in named_weights(model).items()},
+        weights={name: weight_spec(name, tensor) for name, tensor in named_weights(model).items()},
         adapters={} if lora is None else _adapters(model, lora, DTYPES[config.dtype]),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden_size=text.hidden_size,
@@ -93,7 +92,7 @@ def _adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> dict[st
     for layer in chosen_layers(model, lora.targets):
         inputs, outputs = layer_sizes(model, layer)
         for name, shape in ((down_of(layer), (lora.rank, inputs)), (up_of(layer), (outputs, lora.rank))):
-            specs[wire_name(name)] = _spec(wire_name(name), torch.empty(shape, dtype=dtype, device="meta"))
+            specs[wire_name(name)] = weight_spec(wire_name(name), torch.empty(shape, dtype=dtype, device="meta"))
     return specs
 
 
@@ -117,9 +116,9 @@ def shape_on_meta(config: ModelConfig) -> OnMeta:
     return OnMeta(about, not_seen=("attn_implementation", "attn_function", "mesh"))
 
 
-def _spec(name: str, tensor: torch.Tensor) -> WeightSpec:
-    nbytes = prod(tensor.shape) * tensor.element_size()
-    return WeightSpec(name, wire_dtype(tensor.dtype), tuple(tensor.shape), nbytes)
+def weight_spec(name: str, tensor: torch.Tensor) -> WeightSpec:
+    """Return the spec of a weight that an engine holds so."""
+    return WeightSpec(name, wire_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
 
 
 def end_tokens(path: str, own: object) -> frozenset[int]:

@@ -21,7 +21,7 @@ from backends.hf.hf_model import (
     read_config,
     to_device,
 )
-from backends.hf.model_shape import end_tokens
+from backends.hf.model_shape import end_tokens, weight_spec
 from backends.memory import hand_back
 from backends.packed.layout import PackedLayout
 from backends.protocol import OnMeta, Rank, WeightSpec
@@ -37,7 +37,7 @@ from backends.torch_rollout.kv_cache import KvCache
 from backends.torch_rollout.runner import Forward, packed_positions
 from backends.weights.checksum import Digest, blocks_of
 from backends.weights.host_pieces import fill, host_checksum
-from backends.weights.tensor_bytes import named_weights, tensor_bytes, typed, wire_dtype
+from backends.weights.tensor_bytes import named_weights, tensor_bytes, typed
 from backends.weights.word_sum import word_sums
 from specs.errors import ModelError, SyncError
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
@@ -54,7 +54,7 @@ class TorchRolloutEngine(SyncedSampler):
     def __init__(self, config: RolloutConfig, model: PreTrainedModel) -> None:
         assert isinstance(config.engine, TorchRolloutTable)
         self._weights = named_weights(model)
-        held = {name: _spec(name, tensor) for name, tensor in self._weights.items()}
+        held = {name: weight_spec(name, tensor) for name, tensor in self._weights.items()}
         super().__init__(config, held, f"{type(model).__name__} here", model.config.get_text_config().vocab_size)
         self.table, self.model = config.engine, model
         self.device = torch.device(config.model.device)
@@ -257,10 +257,6 @@ class TorchRolloutEngine(SyncedSampler):
         self._drop_weights()
         self._forward = None
         _give_back_memory(self.device)
-
-
-def _spec(name: str, tensor: Tensor) -> WeightSpec:
-    return WeightSpec(name, wire_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
 
 
 def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedModel]) -> PreTrainedModel:
