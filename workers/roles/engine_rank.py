@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from backends import memory
 from backends.protocol import Rank, RolloutEngine, TrainEngine
@@ -13,18 +13,6 @@ from workers.rank_report import as_built
 from workers.serve import Emit, Reply, Request
 
 Engine = TypeVar("Engine", TrainEngine, RolloutEngine)
-Config = TypeVar("Config", TrainConfig, RolloutConfig)
-
-Given = TypeVar("Given", TrainConfig, RolloutConfig, contravariant=True)
-Built = TypeVar("Built", TrainEngine, RolloutEngine, covariant=True)
-
-
-class EngineKind(Protocol[Given, Built]):
-    """The class of an engine."""
-
-    def import_code(self, config: Given) -> None: ...
-
-    def build(self, config: Given, rank: Rank) -> Built: ...
 
 
 class EngineRank(Generic[Engine]):
@@ -53,8 +41,8 @@ class EngineRank(Generic[Engine]):
     def peak_GiB(self) -> float:
         return memory.peak_GiB(self.device)
 
-    def hold(self, role: str, config: Config, kind: EngineKind[Config, Engine]) -> Reply:
-        """Build an engine, and report what was built."""
+    def hold(self, role: str, config: TrainConfig | RolloutConfig, kind: Any) -> Reply:
+        """Build an engine of this class, and report what was built."""
         self.device = config.model.device
         kind.import_code(config)
         self.before_GiB = memory.held_GiB(self.device)
