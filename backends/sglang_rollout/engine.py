@@ -1,7 +1,7 @@
 """The `sglang` rollout engine: an SGLang server (0.5.23 or later) as a child process, one per replica.
 
 What it says about each token is SGLang's own: log softmax(logits / temperature) of the sampled token, which is the
-distribution sampled from as long as top_p and top_k are off; with them on it is not, so they are refused.
+distribution sampled from as long as top_p and top_k are off; with them on it is not, so specs with them are refused.
 """
 
 from __future__ import annotations
@@ -133,17 +133,6 @@ class SglangRolloutEngine(SyncedSampler):
         self._pool = self._pool or ThreadPoolExecutor(self.table.max_sequences)
         self._asked |= {self._pool.submit(self._ask, members): members for members in prefixes.values()}
 
-    def _check(self, requests: Sequence[SampleRequest]) -> None:
-        """Raise RlctlError for top_p or top_k too: SGLang's log-probs leave them out."""
-        super()._check(requests)
-        for sampling in [request.sampling for request in requests]:
-            if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k):
-                raise RlctlError(
-                    f"top_p {sampling.top_p:g}, top_k {sampling.top_k}: the log-probs that SGLang returns leave both "
-                    "out",
-                    hint="sample with top_p = 1 and top_k = 0",
-                )
-
     def _advance(self) -> Sequence[Completion]:
         """Wait for the next answer of the server."""
         found: list[Completion] = []
@@ -189,6 +178,7 @@ class SglangRolloutEngine(SyncedSampler):
         return found
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> dict[str, Any]:
+        assert sampling.greedy or (sampling.top_p == 1.0 and not sampling.top_k), "specs/schema/engines/sglang_table.py"
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_response_tokens,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,

@@ -80,12 +80,6 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(tmp_path: Path, tied
     assert np.abs(hf_logprobs(model, samples, 1.0) - want_T)[inside].max() > 0.1, "the temperature must show"
 
 
-@pytest.mark.parametrize("restriction", [{"top_p": 0.9}, {"top_k": 5}])
-def test_top_p_and_top_k_are_refused(engine, restriction) -> None:
-    with pytest.raises(RlctlError, match="leave both out"):
-        answer(engine, make_prompts(), Sampling(seed=0, max_response_tokens=4, **restriction))
-
-
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────
 
 
