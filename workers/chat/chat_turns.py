@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
@@ -282,21 +283,15 @@ class ChatTurns:
         yield content[at:]
 
 
-class ChatsByTools:
-    """The chat template of one model with each set of tools; of those that were asked for, the latest are kept."""
+Chats = Callable[[Sequence[Mapping[str, Any]]], ChatTurns]
+"""Gives the chat template with some tools."""
 
-    def __init__(self, codec: TextCodec, renderer: ChatRenderer) -> None:
-        self._codec, self._renderer = codec, renderer
-        self._held: dict[str, ChatTurns] = {}
 
-    def __call__(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Return the chat template with these tools. Raises ModelError where it cannot show them."""
-        key = json.dumps(tools)
-        if key not in self._held:
-            self._held[key] = ChatTurns(self._codec, self._renderer, tools)
-            if len(self._held) > _TOOL_SETS:  # agents bring their own
-                del self._held[next(iter(self._held))]
-        return self._held[key]
+def chats_by_tools(codec: TextCodec, renderer: ChatRenderer) -> Chats:
+    """Return what gives a model's chat template with some tools, and raises ModelError where it cannot show them. Of
+    the sets of tools that were asked for, the latest are kept: agents bring their own."""
+    made = lru_cache(_TOOL_SETS)(lambda tools: ChatTurns(codec, renderer, json.loads(tools)))
+    return lambda tools: made(json.dumps(tools))
 
 
 def split_thought(text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from specs.errors import ModelError
 from specs.schema.environment import EnvironmentSection, StopReason
 from workers.chat.chat_renderer import ChatTemplateError
-from workers.chat.chat_turns import AssistantTurn, ChatTurns
+from workers.chat.chat_turns import AssistantTurn, Chats, ChatTurns
 from workers.environments.environment_pool import (
     Described,
     Environment,
@@ -24,8 +24,6 @@ from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory
 T = TypeVar("T")
 Draw = Callable[[Task, int, Sample, int], Awaitable[SampledTurn]]
 """Has a turn drawn: of a task, for the sample of this number, behind all of its tokens, of at most so many."""
-Chats = Callable[[Sequence[Mapping[str, Any]]], ChatTurns]
-"""Gives the chat template with some tools."""
 Message = dict[str, Any]
 
 

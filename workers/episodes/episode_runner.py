@@ -22,7 +22,7 @@ from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.role_config import RewardConfig
 from workers.chat.chat_renderer import renderer_of
-from workers.chat.chat_turns import ChatsByTools
+from workers.chat.chat_turns import chats_by_tools
 from workers.environments.environment_pool import Described, EnvironmentPool
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Episode, usual_replies
@@ -44,7 +44,7 @@ class EpisodeRunner:
         that cannot show its tools."""
         self._config, self.rank = config, rank
         self._renderer = renderer_of(codec)
-        self.chat = ChatsByTools(codec, self._renderer)
+        self.chat = chats_by_tools(codec, self._renderer)
         self._pools = {
             section.name: EnvironmentPool(section, config.spec_dir, log_path=log_path, sources=config.sources)
             for section in config.environments

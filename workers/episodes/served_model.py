@@ -30,7 +30,7 @@ from specs.schema.roles import ACTOR
 from specs.schema.table import Table
 from specs.wire.role_config import RolloutConfig, Sampling, TrainConfig
 from workers.chat.chat_renderer import renderer_of
-from workers.chat.chat_turns import ChatsByTools
+from workers.chat.chat_turns import Chats, chats_by_tools
 from workers.environments.environment_pool import Described
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Ended
@@ -133,7 +133,7 @@ class ServedEpisode(AgentEpisode):
 class Served:
     """The conversations of every key."""
 
-    def __init__(self, config: ServeConfig, chats: ChatsByTools, sampler: SamplerThread) -> None:
+    def __init__(self, config: ServeConfig, chats: Chats, sampler: SamplerThread) -> None:
         self._config, self._chats, self._sampler = config, chats, sampler
         self._requests = 0
         self._written = b""
@@ -202,12 +202,12 @@ def write_among(out: Path, rows: bytes, before: bytes) -> None:
     os.replace(new, out)
 
 
-def chats_of(model_path: str) -> ChatsByTools:
+def chats_of(model_path: str) -> Chats:
     """Return a model's chat template. Raises ModelError where there is none, or none that writes a message."""
     codec = load_codec(model_path)
     renderer = renderer_of(codec)
     renderer.render([{"role": "user", "content": "Hi"}])
-    return ChatsByTools(codec, renderer)
+    return chats_by_tools(codec, renderer)
 
 
 async def serve(config: ServeConfig) -> None:

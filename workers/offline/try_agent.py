@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from backends.hf.tokenizer import TextCodec
 from specs.schema.environment import EnvironmentSection
 from workers.chat.chat_renderer import ChatRenderer
-from workers.chat.chat_turns import ChatTurns
+from workers.chat.chat_turns import chats_by_tools
 from workers.environments.environment_pool import Described, EnvironmentPool
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode_runner import gateway_for_agents
@@ -46,9 +46,7 @@ class AgentTrial:
             self._prompts.append(len(sample.tokens))
             return SampledTurn(answer, [0.0] * len(answer), [0] * len(answer), True)
 
-        def chats(tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-            return ChatTurns(codec, renderer, tools)
-
+        chats = chats_by_tools(codec, renderer)
         gateway = gateway_for_agents()
         await gateway.start()
         try:
