@@ -15,6 +15,7 @@ from backends import activity
 from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX
 from specs.errors import DataError
 from specs.text import LFS, LFS_POINTER, not_text
+from workers.chat.tool_calls import depth_of
 from workers.data.gym_rows import gym_rows
 
 PARQUET_BATCH_ROWS = 1024
@@ -130,14 +131,9 @@ def _parse_line(line: bytes, where: str) -> DataRow:
         return DataRow(where, {}, f"not JSON: {error}{cut}")
     if not isinstance(values, dict):
         return DataRow(where, {}, f"not a JSON object but {type(values).__name__}; {_PER_LINE}")
-    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(values):
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and depth_of(values) > MAX_DEPTH:
         return DataRow(where, {}, f"nested more than {MAX_DEPTH} levels deep")
     return DataRow(where, values, not_text(values) if b"\\u" in line else "")
-
-
-def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not left or any(_is_deep(each, left - 1) for each in inner)
 
 
 def _parquet(path: Path) -> Iterator[DataRow]:
