@@ -18,7 +18,6 @@ from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_keys, uniform
 from backends.sample_requests import Completion, SampleRequest
 from backends.weights.checksum import checksum_bytes
-from specs.errors import ModelError
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
@@ -44,8 +43,7 @@ class FakeRolloutEngine(SyncedSampler):
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> FakeRolloutEngine:
-        if config.model.dtype != "fp32":
-            raise ModelError("the fake engine computes in fp32 only", hint='set rollout.dtype = "fp32"')
+        assert config.model.dtype == "fp32", "specs/schema/engines/fake_tables.py"
         return cls(config, bigram.read_vocab_size(config.model))
 
     def built(self) -> ModelBuilt:

@@ -29,7 +29,7 @@ from backends.packed.packing import (
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.token_metrics import TokenColumns
 from backends.train.trainer_state import TrainerState, lr_at
-from specs.errors import CheckpointError, ModelError
+from specs.errors import CheckpointError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.objectives import Objective
@@ -59,10 +59,7 @@ class FakeTrainEngine(TrainEngine):
 
     @classmethod
     def build(cls, config: TrainConfig, rank: Rank) -> FakeTrainEngine:
-        if rank.world_size > 1:
-            raise ModelError(
-                "the fake train engine runs in one process", hint="set processes = 1, or engine.kind = ddp"
-            )
+        assert rank.world_size == 1, "specs/schema/engines/fake_tables.py"
         return cls(config)
 
     @classmethod
