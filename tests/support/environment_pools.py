@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from specs.schema.environment import EnvironmentSection
@@ -21,11 +19,9 @@ def written(folder: Path, code: str, name: str = "users.py") -> str:
     return name
 
 
-def make_pool(
-    folder: Path, *, python: str = sys.executable, env: Mapping[str, str] = MappingProxyType({}), **section: Any
-) -> EnvironmentPool:
+def make_pool(folder: Path, **section: Any) -> EnvironmentPool:
     named = EnvironmentSection(**{"processes": 2, "memory_MiB": 256, "call_timeout_s": LIMIT_S, **section})
-    return EnvironmentPool(named, str(folder), log_path=folder / "output.log", python=python, env=env)
+    return EnvironmentPool(named, str(folder), log_path=folder / "output.log")
 
 
 @asynccontextmanager

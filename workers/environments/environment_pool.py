@@ -10,7 +10,6 @@ import itertools
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -68,12 +67,10 @@ class EnvironmentPool:
         *,
         log_path: Path,
         sources: Mapping[str, str] | None = None,
-        python: str = sys.executable,
-        env: Mapping[str, str] = MappingProxyType({}),
         start_timeout_s: float = 120.0,
     ) -> None:
         """`base`: the folder that relative files start at. `sources`: the code of the section's files (`read_sources`);
-        None: as it is now. `env`: variables of the processes besides those of this one."""
+        None: as it is now."""
         command = section.command.model_dump() if section.command else None
         setup = {"path": section.path, "tools": section.tools, "agent": section.loop, "base": base, "command": command}
         sources = read_sources(section.files, base) if sources is None else dict(sources)
@@ -82,7 +79,7 @@ class EnvironmentPool:
         self._hello = encode({**hello, "folder": str(self.folders or "")})
         self.call_timeout_s, self.start_timeout_s, self.log_path = section.call_timeout_s, start_timeout_s, log_path
         self._servers = ", ".join(tool for tool in section.tools if tool not in section.files)
-        self._python, self._env = python, {**env, _MARK: secrets.token_hex(8)}
+        self._env = {_MARK: secrets.token_hex(8)}
         self._slots = asyncio.Semaphore(section.processes)
         self._starting = asyncio.Semaphore(max(os.cpu_count() or 1, 2))
         self._zygote: ZygoteHandle | None = None
@@ -145,7 +142,7 @@ class EnvironmentPool:
             if self._closed:
                 raise RewardError("the pool is closed")
             if self._zygote is None or self._zygote.gone:
-                self._zygote = ZygoteHandle(self._hello, self.log_path, self._python, self._env)
+                self._zygote = ZygoteHandle(self._hello, self.log_path, self._env)
             await asyncio.shield(self._zygote.ready)
             return self._zygote
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,15 +35,15 @@ class EnvironmentLost(Exception):
 class ZygoteHandle:
     """The process that has imported the user's files and forks. It dies with the thread that made it."""
 
-    def __init__(self, hello: bytes, log_path: Path, python: str, env: Mapping[str, str]) -> None:
+    def __init__(self, hello: bytes, log_path: Path, env: Mapping[str, str]) -> None:
         self._loop = asyncio.get_running_loop()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, TemporaryFile() as stdin, open(log_path, "ab") as log:
             stdin.write(hello)
             stdin.seek(0)
-            number = str(theirs.fileno())
+            arguments = (str(os.getpid()), str(theirs.fileno()))  # of `zygote.py`
             self._process = subprocess.Popen(
-                [python, "-P", "-X", "faulthandler", "-m", "workers.environments.zygote", str(os.getpid()), number],
+                [sys.executable, "-P", "-X", "faulthandler", "-m", "workers.environments.zygote", *arguments],
                 stdin=stdin,
                 stdout=log,
                 stderr=log,

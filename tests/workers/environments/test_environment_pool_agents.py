@@ -50,8 +50,8 @@ CODE = """
 """
 
 
-def agent_pool(folder: Path, name: str, **env: str) -> EnvironmentPool:
-    return make_pool(folder, agent=f"{written(folder, CODE)}:{name}", processes=1, env=env)
+def agent_pool(folder: Path, name: str) -> EnvironmentPool:
+    return make_pool(folder, agent=f"{written(folder, CODE)}:{name}", processes=1)
 
 
 async def answers(_: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -68,8 +68,10 @@ async def test_an_object_is_an_agent_too(tmp_path: Path) -> None:
         await agent_pool(tmp_path, "Agent").start()
 
 
-async def test_no_proxy_stands_before_the_gateway(tmp_path: Path) -> None:
-    pool = agent_pool(tmp_path, "bypasses", http_proxy="http://127.0.0.1:9", NO_PROXY=".here")
+async def test_no_proxy_stands_before_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", ".here")
+    pool = agent_pool(tmp_path, "bypasses")
     async with started(pool):
         for _ in range(2):
             environment = await pool.open()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 from environment_pools import make_pool, opened, started, written
@@ -258,19 +256,3 @@ async def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
             reply = await environment.call("mix", wrong)
             assert (reply.text, reply.error) == ("ValueError: 'blue' is not a valid Colour", True)
         assert (await environment.call("look", {})).text == "at nothing"
-
-
-async def test_another_interpreter_needs_the_standard_library_alone(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
-    code = '''
-        import importlib.util, sys
-
-        def found() -> list:
-            """Say what is there."""
-            return [name for name in ("numpy", "pydantic", "torch") if importlib.util.find_spec(name)] + [sys.prefix]
-    '''
-    tools = (written(tmp_path, code) + ":found",)
-    python = str(tmp_path / "bare/bin/python")
-    pool = make_pool(tmp_path, python=python, env={"PYTHONPATH": ""}, processes=1, memory_MiB=64, tools=tools)
-    async with started(pool), opened(pool) as environment:
-        assert (await environment.call("found", {})).text == f'["{tmp_path / "bare"}"]'
