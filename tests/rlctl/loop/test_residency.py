@@ -75,12 +75,14 @@ def test_order_of_a_step_on_shared_devices():
 
 def test_roles_that_share_a_device_compute_in_turn_and_each_as_early_as_its_order_allows():
     devices = {"actor": {0, 1}, "ref": {0}, "critic": {1}, "reward_model": {2}}
-    groups = [Recorder(role, []) for role in devices]
+    groups = [Recorder(role, []) for role in (*devices, "rollout")]  # which is on the CPU
     of_one_host = {role: frozenset((0, device) for device in held) for role, held in devices.items()}
-    turns = Residency(False, groups, devices=of_one_host).turns(groups)
-    assert [[group.role for group in turn] for turn in turns] == [["actor", "reward_model"], ["ref", "critic"]]
-    assert [len(turn) for turn in Residency(True, groups).turns(groups)] == [1, 1, 1, 1]
-    assert [len(turn) for turn in Residency(False, groups).turns(groups)] == [4]
+    apart = Residency(False, groups, devices=of_one_host)
+    roles = [[group.role for group in turn] for turn in apart.turns(groups)]
+    assert roles == [["actor", "reward_model", "rollout"], ["ref", "critic"]]
+    assert apart.turns([groups[0], groups[0]]) == [[groups[0]]], "a group that is asked twice"
+    assert [len(turn) for turn in Residency(True, groups).turns(groups)] == [1, 1, 1, 1, 1]
+    assert [len(turn) for turn in Residency(False, groups).turns(groups)] == [5]
 
 
 def test_every_move_is_measured_by_its_largest_rank():
@@ -119,21 +121,6 @@ def test_what_is_built_first_leaves_the_device_for_what_comes_next(grader):
     log.clear()
     residency.enter("train")
     assert log == []
-
-
-def test_who_shares_a_gpu_takes_turns_in_order() -> None:
-    """Critic and actor share one, the reference has its own, and the rest is on the CPU."""
-    roles = ("critic", "actor", "ref", "rollout", "grader")
-    groups = [Recorder(role, []) for role in roles]
-    devices = {"critic": frozenset({0, 1}), "actor": frozenset({1, 2}), "ref": frozenset({3})}
-    apart = Residency(False, [], devices=devices)
-    assert [[group.role for group in turn] for turn in apart.turns(groups)] == [
-        ["critic", "ref", "rollout", "grader"],
-        ["actor"],
-    ]
-    assert apart.turns([groups[1], groups[1]]) == [[groups[1]]], "a group that is asked twice"
-    shared = Residency(True, [])
-    assert [[group.role for group in turn] for turn in shared.turns(groups[:2])] == [["critic"], ["actor"]]
 
 
 @pytest.mark.parametrize("phase", ["train", "rollout"])
