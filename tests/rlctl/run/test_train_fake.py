@@ -154,33 +154,14 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     assert "done: 6 steps" in finish("train", whole, "--resume", *settings("run.steps=2")).stdout
 
 
-def test_a_template_that_writes_todays_day_writes_that_of_the_runs_first(spec, tmp_path):
-    """Else a resume, and each turn of an episode, would have other prompts on another day."""
-    model, run = tmp_path / "model", tmp_path / "run"
-    shutil.copytree(BUILTIN_FOLDER / "tiny-chat", model)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ strftime_now('%Y') }}" + config["chat_template"]
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
-    options = settings(f'model.path="{model}"', "data.max_prompt_tokens=40")
-    finish("train", spec, "--run-dir", run, *options, *settings("run.steps=2"))
-    first, *others = (run / "journal.jsonl").read_text().splitlines()
-    began = json.dumps({**json.loads(first), "time": 981_200_000.0})  # in February 2001
-    (run / "journal.jsonl").write_text("\n".join([began, *others, ""]))
-    finish("train", run, "--resume", *options, *settings("run.steps=3"))
-    years = {sample["step"]: sample["prompt"][:4] for sample in read_samples(run / "samples.jsonl")}
-    assert years[2] == time.strftime("%Y")
-    assert years[3] == "2001"
-
-
 # ── what can die ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
-def running(request, spec, tmp_path):
-    """A long run in its third step or later. Its parameter: seconds of silence that end it."""
-    run, silence_s = tmp_path / "run", getattr(request, "param", 60)
-    strict = settings(f"run.heartbeat_timeout_s={silence_s}", "rollout.max_restarts=0")
-    driver = start("train", spec, "--run-dir", run, *FOREVER, *strict)
+def running(spec, tmp_path):
+    """A long run in its third step or later."""
+    run = tmp_path / "run"
+    driver = start("train", spec, "--run-dir", run, *FOREVER, *settings("run.heartbeat_timeout_s=60"))
     try:
         wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 120, "the third step")
         assert driver.poll() is None, driver.stdout.read()
@@ -191,29 +172,6 @@ def running(request, spec, tmp_path):
         for processes in workers_of(run).values():
             for process in processes:
                 process.kill()
-
-
-def test_a_killed_rank_ends_the_run_and_is_named(running):
-    driver, run = running
-    workers_of(run)["rollout"][0].kill()
-    output = driver.communicate(timeout=200)[0]
-    assert driver.returncode == 1, output
-    assert "rollout rank 0" in output
-    assert "SIGKILL" in output
-    assert "rollout/rank0.log" in output.replace("\n", "")
-    assert "Traceback" not in output
-    nothing_left(run)
-
-
-@pytest.mark.parametrize("running", [7], indirect=True)
-def test_a_hanging_rank_is_noticed(running):
-    driver, run = running
-    workers_of(run)["rollout"][0].send_signal(signal.SIGSTOP)
-    output = driver.communicate(timeout=200)[0]
-    assert driver.returncode == 1, output
-    assert "rollout rank 0" in output
-    assert "no sign of life" in output
-    nothing_left(run)
 
 
 def test_a_dead_driver_leaves_nobody_behind(running):
@@ -258,13 +216,24 @@ def score(prompt, completion, row):
 """
 
 
+def with_todays_year(model):
+    """Write a model whose chat template begins with the year."""
+    shutil.copytree(BUILTIN_FOLDER / "tiny-chat", model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ strftime_now('%Y') }}" + config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 def test_an_evaluation_that_was_interrupted_is_made_up_for(spec, tmp_path):
-    """Its step is saved: a resume begins behind it, and proves what was killed while it was proven."""
+    """Its step is saved: a resume begins behind it, and proves what was killed while it was proven. A template that
+    writes today's day writes that of the run's first, also on another day: else prompts would differ."""
+    with_todays_year(tmp_path / "model")
     for answer in ("learned", "held out"):
         (tmp_path / f"{answer}.jsonl").write_text(json.dumps({"prompt": "4231", "answer": answer}) + "\n")
     (tmp_path / "slow.py").write_text(NEVER_ENDS)
     keys = ["run.steps=3", "data.train=learned.jsonl", "reward.timeout_s=99"]
     keys += [
+        *("model.path=model", "data.max_prompt_tokens=40"),
         'eval={every=5, data="held out.jsonl", prompts=1}',
         'reward.terms=[{kind="function", path="slow.py:score"}]',
     ]
@@ -278,12 +247,16 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(spec, tmp_path):
     manifest = json.loads((saved / "manifest.json").read_text())
     del manifest["files"]["actor/greedy_proof.json"]
     (saved / "manifest.json").write_text(json.dumps({**manifest, "proven": False}))
+    first, *others = (run / "journal.jsonl").read_text().splitlines()
+    began = json.dumps({**json.loads(first), "time": 981_200_000.0})  # in February 2001
+    (run / "journal.jsonl").write_text("\n".join([began, *others, ""]))
     finish("train", run, "--resume")
     assert json.loads((saved / "manifest.json").read_text())["proven"]
     after, evaluated = metrics(run), read_samples(run / "eval.jsonl")
     assert [line["step"] for line in evaluated] == [0, 3]
     assert after == [*before[:-1], before[-1] | after[-1]]
     assert after[-1]["eval/heldout/reward_mean"] == evaluated[1]["reward"]
+    assert [line["prompt"][:4] for line in evaluated] == [time.strftime("%Y"), "2001"]
 
 
 SAVES_SLOWLY = """
@@ -312,18 +285,8 @@ def test_a_save_that_has_begun_is_finished(spec, tmp_path):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
 
 
-# ── sabotage: faults that a run must catch by itself ──────────────────────────────────────────────
+# ── a fault that a run must catch by itself ───────────────────────────────────────────────────────
 
-# A rollout that keeps its first weights, though it answers as if it had loaded the new ones.
-STALE = """
-import backends.fake.fake_rollout as m
-load, digests = m.FakeRolloutEngine.import_weight, {}
-def stale(self, spec, data):
-    if spec.name not in digests:
-        digests[spec.name] = load(self, spec, data)
-    return digests[spec.name]
-m.FakeRolloutEngine.import_weight = stale
-"""
 RAISES = """
 import backends.fake.fake_train as m
 def boom(self, *a): raise RuntimeError('the tensor is on fire')
@@ -331,20 +294,13 @@ m.FakeTrainEngine.forward_backward = boom
 """
 
 
-@pytest.mark.parametrize(
-    ("role", "code", "words"),
-    [
-        ("rollout", STALE, ["differs after the sync"]),
-        ("actor", RAISES, ["actor rank 0, verb update, step 1", "RuntimeError: the tensor is on fire"]),
-    ],
-    ids=["stale weights", "an exception"],
-)
-def test_a_faulty_engine_ends_the_run_and_is_quoted(spec, tmp_path, role, code, words):
+def test_an_engine_that_raises_ends_the_run_and_is_quoted(spec, tmp_path):
     plot, run = tmp_path / "plot", tmp_path / "run"
     plot.mkdir()
-    (plot / "sitecustomize.py").write_text(PATCHES + code)
-    env = settings(f'{role}.env.PYTHONPATH="{plot}"')
+    (plot / "sitecustomize.py").write_text(PATCHES + RAISES)
+    env = settings(f'actor.env.PYTHONPATH="{plot}"')
     done = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", *env)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert all(told in done.stderr.replace("\n", " ") for told in words), done.stderr
+    for words in ("actor rank 0, verb update, step 1", "RuntimeError: the tensor is on fire"):
+        assert words in done.stderr.replace("\n", " "), done.stderr
     nothing_left(run)

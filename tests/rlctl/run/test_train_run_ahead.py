@@ -75,7 +75,7 @@ def test_six_steps_are_three_and_three_and_too_old_is_dropped(tmp_path: Path) ->
 
 
 def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
-    """A sampler comes back and the run goes on; the actor's end is the run's, and it is named."""
+    """A sampler comes back and the run goes on; the actor's end is the run's, and it is named with its log alone."""
     spec, run = preset("fake", tmp_path), tmp_path / "run"
     one = settings("rollout.max_staleness=1", "run.steps=100000", "checkpoint.every=9999")
     driver = start("train", spec, "--run-dir", run, *one)
@@ -90,6 +90,9 @@ def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
     assert "rollout rank 0 failed:" in output
     assert "actor rank 0" in output
     assert "SIGKILL" in output
+    assert "actor/rank0.log" in output.replace("\n", "")
+    assert "Traceback" not in output
+    wait_for(lambda: not workers_of(run), 60, "the end of every worker")
     lines = [line for line in metrics(run) if line["step"] > 1]
     assert lines[-1]["rollout/restarts"] == 1
     assert {line["rollout/staleness_max"] for line in lines} <= {0, 1}
