@@ -121,11 +121,16 @@ class OnTerminal(io.StringIO):
 def test_the_same_call_goes_on_where_it_was(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One step of each; then two of each, resumed; then nothing is left to do; then another spec is refused."""
+    """One step of each, beside a package that is called as one of ours; then two of each, resumed; then nothing is left
+    to do; then another spec is refused."""
     folder = tmp_path / "out"
+    (mine := tmp_path / "mine" / "workers").mkdir(parents=True)
+    (mine / "__init__.py").touch()
+    with monkeypatch.context() as beside:
+        beside.chdir(mine.parent)
+        assert sweep(spec, ["run.seed=0,1", "actor.optimizer.lr=1e-3", "run.steps=1"], folder, 2, dry_run=False) == 0
+    assert "2 runs, 2 at a time" in capsys.readouterr().out
     call = ("sweep", spec, *settings("run.seed=0,1", "actor.optimizer.lr=1e-3"), "--dir", folder, "--jobs", "2")
-    one = finish(*call, "--set", "run.steps=1")
-    assert "2 runs, 2 at a time" in one.stdout
     finish(*call, "--set", "run.steps=2")
     for seed in (0, 1):
         run = folder / f"seed_{seed}"
@@ -176,16 +181,6 @@ def test_the_same_call_goes_on_where_it_was(
     Journal(folder / "seed_0", 2).note("end", outcome="interrupted")  # in its last evaluation, whose step is saved
     trials, _ = plan(spec, keys[1:], {"run.seed": ("0", "1")}, folder, starting=False)
     assert [trial.state for trial in trials] == ["begun", "done before"]
-
-
-def test_packages_in_the_current_folder_are_not_ours(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (mine := tmp_path / "mine" / "workers").mkdir(parents=True)
-    (mine / "__init__.py").touch()
-    monkeypatch.chdir(mine.parent)
-    assert sweep(spec, ["run.seed=0,1", "run.steps=1"], tmp_path / "out", 1, dry_run=False) == 0
-    assert [metrics(tmp_path / "out" / f"seed_{seed}")[-1]["step"] for seed in (0, 1)] == [1, 1]
 
 
 def test_a_run_that_fails_says_why_and_the_others_are_run(
