@@ -172,24 +172,18 @@ def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
-def test_dry_run_takes_a_run_directory_to_resume(tmp_path: Path) -> None:
-    rlctl("init", "spec.toml", "--preset", "fake", cwd=tmp_path)
-    trained = rlctl("train", "spec.toml", "--set", "run.steps=1", "--run-dir", "run", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    (tmp_path / "spec.toml").unlink()
-    before = listing(tmp_path)
-    done = rlctl("train", "run", "--resume", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "[rollout] 1 process on CPU" in done.stdout
-    assert listing(tmp_path) == before
-
-
-def test_a_run_keeps_a_spec_that_comes_through_a_pipe(tmp_path: Path) -> None:
+def test_a_run_keeps_a_spec_that_comes_through_a_pipe_and_a_dry_run_shows_its_resume(tmp_path: Path) -> None:
     rlctl("init", "spec.toml", "--preset", "fake", cwd=tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["sh", "-c", "cat spec.toml > pipe"], cwd=tmp_path):
         trained = rlctl("train", "pipe", "--set", "run.steps=1", "--run-dir", "run", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
+    (tmp_path / "spec.toml").unlink()
+    before = listing(tmp_path)
+    dry = rlctl("train", "run", "--resume", "--dry-run", cwd=tmp_path)
+    assert dry.returncode == 0, dry.stderr
+    assert "[rollout] 1 process on CPU" in dry.stdout
+    assert listing(tmp_path) == before
     resumed = rlctl("train", "run", "--resume", "--set", "run.steps=2", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert "step 2/2" in resumed.stdout + resumed.stderr
