@@ -1,16 +1,15 @@
-"""What `check-config` finds beyond the spec: references, the run directory, disk; that it changes nothing."""
+"""What `check-config` finds beyond the spec: references, the run directory, disk."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import base, edited, write_case, write_model
+from corpus import base, edited, write_case
 
 from rlctl.check.check_command import check
 from rlctl.check.findings import examine
@@ -18,7 +17,6 @@ from rlctl.check.meaning import as_dict
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.machine import checkpoint_bytes
-from rlctl.presets import presets, write_preset
 from specs.load.load import spec_from
 
 
@@ -26,10 +24,6 @@ from specs.load.load import spec_from
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def listing(folder: Path) -> dict[str, float]:
-    return {str(file): file.stat().st_mtime_ns for file in sorted(folder.rglob("*"))}
 
 
 # ── the reference ─────────────────────────────────────────────────────────────────────────────────
@@ -93,7 +87,7 @@ def test_room_for_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch, tim
     assert file_problems(spec, folder, starting=True, run_dir=folder / "other") == ([], [])
 
 
-# ── strict, and nothing changes ───────────────────────────────────────────────────────────────────
+# ── strict ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_strict_makes_warnings_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,25 +98,3 @@ def test_strict_makes_warnings_errors(folder: Path, capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["warnings"]) == (False, [])
     assert [problem["key"] for problem in found["problems"]] == ["actor.optimizer.lr"]
-
-
-@pytest.mark.parametrize("name", sorted(presets()))
-def test_a_preset_gives_no_problem_and_no_warning(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
-    spec = folder / "spec.toml"
-    write_preset(name, spec, force=False)
-    (folder / "data/gsm8k").mkdir(parents=True)
-    rows = [json.dumps({"question": f"1+{n}?", "answer": f"#### {n + 1}"}) for n in range(100)]
-    (folder / "data/gsm8k/train.jsonl").write_text("\n".join(rows))
-    if name == "distill-cpu":
-        write_model(folder / "teacher", {}, "tiny-digits", {})
-    if name in ("agent-cpu", "game-cpu", "tools-cpu"):  # the warm-up's checkpoint
-        warm = "game" if name == "game-cpu" else "tools"
-        write_model(folder / "runs" / f"{warm}-warmup-cpu", {}, "tiny-chat", {})
-    nodes = max(map(int, re.findall(r"^nodes = (\d+)", spec.read_text(), re.MULTILINE)), default=1)
-    (folder / "hosts").write_text("".join(f"host{number} slots=8\n" for number in range(nodes)))
-    before = listing(folder)
-    found = examine(spec, (), elsewhere=True)
-    assert found.problems == []
-    assert found.warnings == []
-    assert listing(folder) == before
