@@ -24,7 +24,6 @@ def shown(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The dry run of a preset on 64 cores, with what belongs to this machine named; its warnings are left out."""
     spec = folder / "spec.toml"
     write_preset(name, spec, force=False)
-    (folder / "hosts").write_text("".join(f"node-{number} slots=8\n" for number in range(8)))
     dry_run(spec, [])
     text = capsys.readouterr().out.partition("\nwarning: ")[0]
     text = re.sub(r"\[every role\].*?\n\n", "", text, flags=re.DOTALL)  # of the shell that the test runs in

@@ -50,7 +50,6 @@ def spec_of(folder: Path, preset: str, config: dict[str, Any]) -> Path:
     (folder / "model" / "config.json").write_text(json.dumps(config))
     spec = folder / f"{preset}.toml"
     spec.write_text(presets()[preset].read_text())
-    (folder / "hosts").write_text("".join(f"node-{number} slots=8\n" for number in range(8)))
     return spec
 
 
