@@ -74,8 +74,8 @@ def test_what_a_killed_one_left_goes_with_the_next_to_the_same_place(run, tmp_pa
         command.kill()
         command.communicate()
     assert all(ended(child.pid) for child in children), "until it ends it may write there, or still hold the lock"
-    with pytest.raises(ExportError, match="actor has no model"):
-        export(run, out, None, "actor", "fp32")
+    with pytest.raises(UsageError, match="only with --push-to-hub"):
+        export(run, out, None, "actor", "fp32", public=True)
     assert not left.exists()
 
 
