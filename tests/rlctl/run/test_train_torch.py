@@ -1,14 +1,20 @@
-"""The quickstart's own engines end to end: torch trainer, torch sampler, resume to the bit, a proven export."""
+"""The quickstart's own engines end to end: torch trainer, torch sampler, resume to the bit, a proven export. The same
+steps with other numbers of ranks, engines and devices, whose numbers are those of one process on the CPU.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import running
 from hub_pushed import pushed_hub, variables
 from running import finish, metrics, preset, settings, trained, trajectory, warm_python
+from simulated_device.child import in_every_rank, on_simulated_device
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +139,81 @@ def test_another_larger_reference(finished, tmp_path, repo_root):
     assert built["actor"][0]["model"]["hidden_size"] == 128
     assert metrics(tmp_path / "run")[1]["actor/kl"] > 1e-3
     assert metrics(run)[1]["actor/kl"] < metrics(tmp_path / "run")[1]["actor/kl"]
+
+
+# ── the model sharded by DeepSpeed ────────────────────────────────────────────────────────────────
+
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="scripts/setup-engine deepspeed installs it"
+)
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory):
+    """Two of the steps with the preset zero3-cpu: a model cut across two processes, with a reference that is cut too.
+    Taking turns, so that trainers offload and onload in every step."""
+    folder = tmp_path_factory.mktemp("zero")
+    spec = preset("zero3-cpu", folder)
+    finish("train", spec, "--run-dir", folder / "run", *SMALL, *settings("run.steps=2", "run.colocate=always"))
+    return spec, folder / "run"
+
+
+@needs_deepspeed
+def test_zero3_trains_what_ddp_trains(finished, zero3):
+    """Sampler and trainer agree, and so do the two engines, until differences of rounding sample another token."""
+    lines = trained(zero3[1])
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["rollout/logprob_gap_max"] < 1e-4 and line["sync/verified"] is True for line in lines)
+    assert lines[0]["actor/kl"] < lines[-1]["actor/kl"], "the reference must stay where the actor began"
+    for ours, theirs in zip(lines, trained(finished[1])[:2], strict=True):
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+
+
+@needs_deepspeed
+def test_actor_and_reference_are_cut_and_start_alike(zero3):
+    built = json.loads((zero3[1] / "as_built.json").read_text())
+    for role in ("actor", "ref"):
+        assert [rank["model"]["mesh"] for rank in built[role]] == [{"shard": 2}] * 2
+        assert {rank["model"]["weights_checksum"] for rank in built[role]} == {
+            built["actor"][0]["model"]["weights_checksum"]
+        }
+
+
+@needs_deepspeed
+def test_dry_run_shows_what_deepspeed_is_told(zero3):
+    done = finish("train", zero3[0], "--dry-run", "--set", "actor.optimizer.max_grad_norm=0.5")
+    actor = done.stdout.partition("[actor]")[2].partition("  deepspeed\n")[2].partition("\n\n")[0]
+    told = json.loads(actor)
+    assert (told["gradient_clipping"], told["zero_optimization"]["stage"]) == (0.5, 3)
+    assert told["zero_optimization"]["stage3_param_persistence_threshold"] == 0, "the preset's own key"
+
+
+# ── several simulated GPUs ────────────────────────────────────────────────────────────────────────
+
+ON_GPUS = (
+    *settings(*(f"{role}.dtype=fp32" for role in ("actor", "ref", "rollout")), "run.steps=2"),
+    *settings(*(f"{role}.processes=2" for role in ("actor", "ref", "rollout"))),
+    *settings("actor.devices=[0,1]", "ref.devices=[0,1]", "rollout.devices=[2,3]", "sync.transport=group"),
+    *settings("actor.engine.kind=fsdp2", "actor.sequence_parallel=2"),
+)
+
+
+@pytest.mark.timeout(300)
+@on_simulated_device
+def test_roles_share_two_gpus_and_samplers_have_their_own(finished, tmp_path):
+    """Each rank has a device of its own. The actor, whose ranks share samples, and the reference take turns; weights go
+    to two samplers by NCCL, whose place gloo takes."""
+    spec, on_the_cpu, _ = finished
+    run = tmp_path / "run"
+    with in_every_rank(tmp_path):
+        done = running.rlctl("train", spec, "--run-dir", run, *SMALL, *ON_GPUS, PYTHONPATH=os.environ["PYTHONPATH"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for on_cpu, on_gpus in zip(trained(Path(on_the_cpu))[:2], trained(run), strict=True):
+        for key in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl"):
+            assert on_gpus[key] == pytest.approx(on_cpu[key], rel=1e-3, abs=1e-5), key
+        assert on_gpus["sync/verified"]
+        assert on_gpus["rollout/logprob_gap_max"] < 1e-4
+    built = json.loads((run / "as_built.json").read_text())
+    gpus = {role: [rank["gpu"] for rank in built[role]] for role in ("actor", "ref", "rollout")}
+    assert gpus == {"actor": ["GPU-0", "GPU-1"], "ref": ["GPU-0", "GPU-1"], "rollout": ["GPU-2", "GPU-3"]}
