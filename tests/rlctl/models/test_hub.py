@@ -47,11 +47,6 @@ def check(folder: Path, model: str, *more: str) -> tuple[list[Problem], list[Pro
     return file_problems(spec_from(raw_spec(), changes), folder)
 
 
-@pytest.mark.usefixtures("the_hub")
-def test_weights_of_several_files_are_on_the_hub(tmp_path: Path) -> None:
-    assert check(tmp_path, "org/sharded") == ([], [])
-
-
 def test_a_model_on_the_hub_is_read_once(the_hub: Hub, tmp_path: Path) -> None:
     assert check(tmp_path, "org/good") == ([], [])
     assert the_hub.tokens() == {""}
