@@ -229,7 +229,10 @@ def test_a_full_disk_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch, capsys
 HEAVY = ("torch", "transformers", "numpy", "zmq", "safetensors", "pyarrow")
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("check-config", "spec.toml"), ("train", "spec.toml", "--dry-run")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("check-config", "spec.toml"), ("plan", "spec.toml"), ("train", "spec.toml", "--dry-run")],
+)
 def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     rlctl("init", "spec.toml", cwd=tmp_path)
     loaded = f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
