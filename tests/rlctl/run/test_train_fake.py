@@ -40,6 +40,13 @@ def spec(tmp_path):
     return preset("fake", tmp_path)
 
 
+def plot(folder, role, code):
+    """Return the settings under which a role runs this code when it starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PATCHES + code)
+    return settings(f'{role}.env.PYTHONPATH="{folder}"')
+
+
 def nothing_left(run_dir, timeout_s=60):
     wait_for(lambda: not workers_of(run_dir), timeout_s, "the end of every worker")
 
@@ -66,12 +73,22 @@ def evaluated_alone(run, folder):
     assert "Evaluation " in (folder / "alone" / "report.html").read_text()
 
 
-def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
-    run = tmp_path / "run"
-    (tmp_path / "other.jsonl").write_text('{"prompt": "4231", "answer": "1234"}\n' * 3)
-    sets = '{name="mine"}, {name="drawn", data="other.jsonl", prompts=3, samples_per_prompt=4, temperature=0.9}'
-    evaluated = settings(f"eval={{every=2, prompts=4, pass_score=0.05, sets=[{sets}]}}")
-    finish("train", spec, "--run-dir", run, *settings("run.steps=4", "checkpoint.every=2"), *evaluated)
+SETS = '{name="mine"}, {name="drawn", data="other.jsonl", prompts=3, samples_per_prompt=4, temperature=0.9}'
+FOUR = settings("run.steps=4", f"eval={{every=2, prompts=4, pass_score=0.05, sets=[{SETS}]}}")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Four steps, evaluated on two sets and saved twice; the spec, and the run's directory beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    spec, run = preset("fake", folder), folder / "run"
+    (folder / "other.jsonl").write_text('{"prompt": "4231", "answer": "1234"}\n' * 3)
+    finish("train", spec, "--run-dir", run, *FOUR, *settings("checkpoint.every=2"))
+    return spec, run
+
+
+def test_a_run_leaves_a_directory_that_explains_itself(whole, tmp_path):
+    _, run = whole
     lines = trained(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval/mine/reward_mean" in line] == [2, 4]
@@ -114,44 +131,102 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     nothing_left(run)
 
 
+# ── on shared devices ─────────────────────────────────────────────────────────────────────────────
+
+SHARED = settings('run.colocate="always"')
+
+WAKES_AS_ANOTHER = """
+import backends.fake.fake_rollout as m
+wake = m.FakeRolloutEngine.wake
+def other(self, tags):
+    wake(self, tags)
+    if "kv_cache" in tags and self._weights:
+        self._weights["bigram.weight"] *= 1.5
+m.FakeRolloutEngine.wake = other
+"""
+
+SAYS_HOW_DEEP = """
+import backends.fake.fake_rollout as m
+sleep = m.FakeRolloutEngine.sleep
+def said(self, level):
+    print("asleep at level", level, flush=True)
+    sleep(self, level)
+m.FakeRolloutEngine.sleep = said
+"""
+
+
+def test_replicas_turns_checkpoints_and_evaluations_change_nothing(whole, tmp_path):
+    """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples. It
+    sleeps at level 2, from the first time after the build on: level 1 would keep a copy in host memory for nothing."""
+    spec, apart = whole
+    run = tmp_path / "turns"
+    more = settings("checkpoint.every=1", "rollout.processes=3")
+    finish("train", spec, "--run-dir", run, *FOUR, *SHARED, *more, *plot(tmp_path / "plot", "rollout", SAYS_HOW_DEEP))
+    assert trajectory(run) == trajectory(apart)
+    moves = [f"mem/actor_{what}_GiB" for what in ("before_offload", "offloaded", "before_onload", "onloaded")]
+    for in_turn, beside in zip(metrics(run), metrics(apart), strict=True):
+        assert {key: value for key, value in in_turn.items() if key.startswith("eval/")} == {
+            key: value for key, value in beside.items() if key.startswith("eval/")
+        }
+        if in_turn["step"]:
+            assert in_turn["sync/verified"] is True
+            assert in_turn["rollout/logprob_gap"] < 1e-4
+            assert all(0.01 < in_turn[key] < 4 and key not in beside for key in moves), in_turn
+            assert 0.01 < beside["mem/actor_peak_GiB"] < 4
+    log = (run / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text().splitlines()
+    slept = [line for line in log if line.startswith("asleep")]
+    assert len(slept) > 4, "after the build, and before each of four updates"
+    assert set(slept) == {"asleep at level 2"}
+
+
+def test_a_sampler_that_wakes_as_another_stops_the_run_before_it_samples(spec, tmp_path):
+    run = tmp_path / "run"
+    woken = plot(tmp_path / "plot", "rollout", WAKES_AS_ANOTHER)
+    done = warm_rlctl("train", spec, "--run-dir", run, *SHARED, *woken)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "every weight arrived with the right bytes, but rollout 0 does not behave" in " ".join(done.stderr.split())
+    assert not (run / "samples.jsonl").exists() or not (run / "samples.jsonl").read_text(), "nothing was sampled"
+
+
 # ── resuming ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_six_steps_are_three_and_three(spec, tmp_path):
+    """The second half is made twice, by the first attempt and by a resume that finds the last checkpoint torn."""
     options = settings("run.steps=6", "checkpoint.every=3", "algorithm.mini_batches_per_step=2")
     steered = ("kl_coef=0.3", 'kl_in="reward"', "kl_target=1e-4", "kl_horizon=64")  # its weight is part of a checkpoint
     options += settings(*(f"algorithm.{key}" for key in steered))
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    run = tmp_path / "run"
     tracked = settings('tracking=[{kind="wandb", project="p", samples_every=3}, {kind="tensorboard"}]')
     support = REPO / "tests" / "support"
     env = {"PYTHONPATH": f"{REPO}:{support}:{support / 'tracker_packages'}", "TRACKERS_TOLD": str(tmp_path / "told")}
-    assert warm_rlctl("train", spec, "--run-dir", whole, *options).returncode == 0
-    assert warm_rlctl("train", spec, "--run-dir", halves, *options, *tracked, **env).returncode == 0
-    torn = halves / "checkpoints" / "step_000006" / "actor" / "model.safetensors"
+    finish("train", spec, "--run-dir", run, *options, *tracked, **env)
+    whole, shown = trajectory(run), (run / "samples.jsonl").read_text()
+    coefs = [line["actor/kl_coef"] for line in trained(run)]
+    torn = run / "checkpoints" / "step_000006" / "actor" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:-3])
     for copy in ("step_000009x", "step_000003 (copy)", "backup"):
-        shutil.copytree(halves / "checkpoints" / "step_000003", halves / "checkpoints" / copy)
-    (halves / "logs" / "attempt_backup").mkdir()
-    with (halves / "samples.jsonl").open("ab") as samples:
+        shutil.copytree(run / "checkpoints" / "step_000003", run / "checkpoints" / copy)
+    (run / "logs" / "attempt_backup").mkdir()
+    with (run / "samples.jsonl").open("ab") as samples:
         samples.write(b'{"step": 6, "prompt": "\xc3')
-    again = finish("train", spec, "--run-dir", halves, *options, *tracked, "--resume", **env)
+    again = finish("train", spec, "--run-dir", run, *options, *tracked, "--resume", **env)
     logged = [call["data"] for call in told(tmp_path / "told", "wandb.log")]
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     assert [line["step"] for line in logged if "samples" in line] == [1, 3, 6, 6]
     assert [call["id"] for call in told(tmp_path / "told", "wandb.init")] == [None, "run1"]
-    assert len(list((halves / "tensorboard").iterdir())) == 2
+    assert len(list((run / "tensorboard").iterdir())) == 2
     assert "skipped step_000006" in again.stdout
     assert "step_000003" in again.stdout
-    assert trajectory(halves) == trajectory(whole)
-    assert len(trajectory(halves)) == 6
-    coefs = [[line["actor/kl_coef"] for line in metrics(run) if line["step"]] for run in (halves, whole)]
-    assert coefs[0] == coefs[1]
-    assert len(set(coefs[0])) == 6
-    assert (halves / "logs" / "attempt_2").is_dir()
+    assert trajectory(run) == whole
+    assert len(whole) == 6
+    assert [line["actor/kl_coef"] for line in trained(run)] == coefs
+    assert len(set(coefs)) == 6
+    assert (run / "logs" / "attempt_2").is_dir()
     kept = {"step_000003", "step_000006", "torn_step_000006", "step_000009x", "step_000003 (copy)", "backup"}
-    assert {path.name for path in (halves / "checkpoints").iterdir()} == kept
-    assert (halves / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert "done: 6 steps" in finish("train", whole, "--resume", *settings("run.steps=2")).stdout
+    assert {path.name for path in (run / "checkpoints").iterdir()} == kept
+    assert (run / "samples.jsonl").read_text() == shown
+    assert "done: 6 steps" in finish("train", run, "--resume", *settings("run.steps=2"), **env).stdout
 
 
 # ── what can die ──────────────────────────────────────────────────────────────────────────────────
@@ -274,10 +349,8 @@ m.FakeTrainEngine.save = slow
 
 def test_a_save_that_has_begun_is_finished(spec, tmp_path):
     """Broken off, it would leave nothing, and ranks that write where nobody looks any more."""
-    plot, run = tmp_path / "plot", tmp_path / "run"
-    plot.mkdir()
-    (plot / "sitecustomize.py").write_text(SAVES_SLOWLY)
-    driver = start("train", spec, "--run-dir", run, *FOREVER, *settings(f'actor.env.PYTHONPATH="{plot}"'))
+    run = tmp_path / "run"
+    driver = start("train", spec, "--run-dir", run, *FOREVER, *plot(tmp_path / "plot", "actor", SAVES_SLOWLY))
     wait_for(lambda: any(run.glob("checkpoints/.tmp_step_000002/actor/begun")), 150, "the save")
     driver.send_signal(signal.SIGTERM)
     told = driver.communicate(timeout=200)[0]
@@ -295,11 +368,8 @@ m.FakeTrainEngine.forward_backward = boom
 
 
 def test_an_engine_that_raises_ends_the_run_and_is_quoted(spec, tmp_path):
-    plot, run = tmp_path / "plot", tmp_path / "run"
-    plot.mkdir()
-    (plot / "sitecustomize.py").write_text(PATCHES + RAISES)
-    env = settings(f'actor.env.PYTHONPATH="{plot}"')
-    done = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", *env)
+    run, raises = tmp_path / "run", plot(tmp_path / "plot", "actor", RAISES)
+    done = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", *raises)
     assert done.returncode == 1, done.stdout + done.stderr
     for words in ("actor rank 0, verb update, step 1", "RuntimeError: the tensor is on fire"):
         assert words in done.stderr.replace("\n", " "), done.stderr
