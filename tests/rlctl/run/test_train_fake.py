@@ -233,10 +233,11 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
 
 
 @pytest.fixture
-def running(spec, tmp_path):
-    """A long run in its third step or later."""
-    run = tmp_path / "run"
-    driver = start("train", spec, "--run-dir", run, *FOREVER, *settings("run.heartbeat_timeout_s=60"))
+def running(request, spec, tmp_path):
+    """A long run in its third step or later. Its parameter: seconds of silence that end it."""
+    run, silence_s = tmp_path / "run", getattr(request, "param", 60)
+    strict = settings(f"run.heartbeat_timeout_s={silence_s}", "rollout.max_restarts=0")
+    driver = start("train", spec, "--run-dir", run, *FOREVER, *strict)
     try:
         wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 120, "the third step")
         assert driver.poll() is None, driver.stdout.read()
@@ -247,6 +248,17 @@ def running(spec, tmp_path):
         for processes in workers_of(run).values():
             for process in processes:
                 process.kill()
+
+
+@pytest.mark.parametrize("running", [7], indirect=True)
+def test_a_hanging_rank_is_noticed(running):
+    driver, run = running
+    workers_of(run)["rollout"][0].send_signal(signal.SIGSTOP)
+    output = driver.communicate(timeout=200)[0]
+    assert driver.returncode == 1, output
+    assert "rollout rank 0" in output
+    assert "no sign of life" in output
+    nothing_left(run)
 
 
 def test_a_dead_driver_leaves_nobody_behind(running):
@@ -358,8 +370,18 @@ def test_a_save_that_has_begun_is_finished(spec, tmp_path):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
 
 
-# ── a fault that a run must catch by itself ───────────────────────────────────────────────────────
+# ── sabotage: faults that a run must catch by itself ──────────────────────────────────────────────
 
+# A rollout that keeps its first weights, though it answers as if it had loaded the new ones.
+STALE = """
+import backends.fake.fake_rollout as m
+load, digests = m.FakeRolloutEngine.import_weight, {}
+def stale(self, spec, data):
+    if spec.name not in digests:
+        digests[spec.name] = load(self, spec, data)
+    return digests[spec.name]
+m.FakeRolloutEngine.import_weight = stale
+"""
 RAISES = """
 import backends.fake.fake_train as m
 def boom(self, *a): raise RuntimeError('the tensor is on fire')
@@ -367,10 +389,17 @@ m.FakeTrainEngine.forward_backward = boom
 """
 
 
-def test_an_engine_that_raises_ends_the_run_and_is_quoted(spec, tmp_path):
-    run, raises = tmp_path / "run", plot(tmp_path / "plot", "actor", RAISES)
-    done = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", *raises)
+@pytest.mark.parametrize(
+    ("role", "code", "words"),
+    [
+        ("rollout", STALE, ["differs after the sync"]),
+        ("actor", RAISES, ["actor rank 0, verb update, step 1", "RuntimeError: the tensor is on fire"]),
+    ],
+    ids=["stale weights", "an exception"],
+)
+def test_a_faulty_engine_ends_the_run_and_is_quoted(spec, tmp_path, role, code, words):
+    run, faulty = tmp_path / "run", plot(tmp_path / "plot", role, code)
+    done = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", *faulty)
     assert done.returncode == 1, done.stdout + done.stderr
-    for words in ("actor rank 0, verb update, step 1", "RuntimeError: the tensor is on fire"):
-        assert words in done.stderr.replace("\n", " "), done.stderr
+    assert all(told in done.stderr.replace("\n", " ") for told in words), done.stderr
     nothing_left(run)
