@@ -77,10 +77,11 @@ class Interpreter:
 
 
 @cache
-def look_at(python: str) -> Interpreter:
-    """Ask an interpreter, by its path, for its version and its packages. Never raises; asks each path once."""
+def look_at(python: str, more: tuple[str, ...] = ()) -> Interpreter:
+    """Ask an interpreter, by its path, for its version and its packages, `more` of them besides those that rlctl knows.
+    Never raises; asks each path once."""
     # Not -I: what PYTHONPATH adds is there for the role too. Nothing is written, not even bytecode.
-    command = [python, "-B", "-c", _PROGRAM, _MARK, *dict.fromkeys(_ASKED)]
+    command = [python, "-B", "-c", _PROGRAM, _MARK, *dict.fromkeys((*_ASKED, *more))]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
@@ -154,7 +155,8 @@ def _missing(role: RoleName, section: RoleSection, path: str) -> Problem | None:
     of_engine = (engine.packages or ()) if engine is not None else ()
     of_roles = (*WORKER_PACKAGES, *(() if ROLES[role].holds_model else _TEXT_PACKAGES)) if path else ()
     needed = dict.fromkeys((*of_roles, *of_engine, *((launcher or ()) if ROLES[role].together else ())))
-    there = look_at(path) if path else Interpreter(versions=installed_here((*_ASKED, *needed)))
+    more = tuple(package for package in needed if package not in _ASKED)  # of another package's engine
+    there = look_at(path, more) if path else Interpreter(versions=installed_here((*_ASKED, *more)))
     missing = [package for package in needed if not there.version(package)]
     if not missing:
         return None

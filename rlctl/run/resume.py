@@ -158,7 +158,7 @@ def check_fits(manifest: Mapping[str, Any], spec: Spec, spec_dir: Path) -> None:
             hint=f'set {spec.lead}.engine.kind = "{kinds[0]}", or start a new run with --run-dir',
         )
     found = []
-    for what, table in (("lora", "actor.lora"), ("model_config", "config.json")):
+    for what, table in (("lora", f"{spec.lead}.lora"), ("model_config", "config.json")):
         before, after = manifest.get(what), now[what]
         if what in manifest and (what == "lora" or (before and after)):
             for key in differing_keys(before, after):

@@ -17,6 +17,7 @@ from rlctl.run.export import export, find
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.show.screen import Screen
 from specs.errors import UsageError
+from specs.model_facts import positions_of
 from specs.packages import with_our_packages
 from specs.schema.engines.vllm_table import SAMPLES_AT, TEMPERATURES
 from specs.schema.roles import ACTOR
@@ -57,7 +58,7 @@ def serve(
         raise UsageError(
             f"{what}: no run, and no model here", hint="name a run's directory, a model's folder or hub id"
         )
-    room = int(config.get("max_position_embeddings") or CONTEXT)
+    room = positions_of(config) or CONTEXT
     context = context or min(CONTEXT, room)
     if context > room:
         raise UsageError(f"--context {context}: the model takes {room} tokens", hint=f"use at most {room}")

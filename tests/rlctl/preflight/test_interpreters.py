@@ -14,6 +14,7 @@ from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, 
 from specs.errors import Problem
 from specs.load.load import load_spec
 from specs.rules.all_rules import with_values
+from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.text import show
 
 # What a rollout on vLLM for the CPU needs.
@@ -62,6 +63,14 @@ def problems(folder: Path, python: Path | str, *overrides: str, nvidia_driver: b
 
 
 # ── what is found ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_packages_of_an_engine_from_elsewhere_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchRolloutTable, "packages", ("their-engine",))
+    needed = dict.fromkeys(WORKER_PACKAGES, "9")
+    (found,) = problems(tmp_path, environment(tmp_path / "without", needed))
+    assert found.message == "lacks the package their-engine"
+    assert problems(tmp_path, environment(tmp_path / "with", {**needed, "their-engine": "1"})) == []
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(bare: Path, tmp_path: Path) -> None:

@@ -107,6 +107,13 @@ def test_a_wrong_call_starts_nothing(tmp_path: Path, what: str, options: dict[st
         serve(what, **{"out": tmp_path / "rows.jsonl", **options})
 
 
+def test_a_language_model_that_is_a_part_has_its_own_positions(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    with pytest.raises(UsageError, match="the model takes 64 tokens"):
+        serve(str(tmp_path), tmp_path / "rows.jsonl", context=65)
+
+
 def test_a_model_without_a_chat_template_is_not_loaded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert serve(str(BUILTIN_FOLDER / "tiny-digits"), tmp_path / "rows.jsonl") == 2
     shown = capfd.readouterr()
