@@ -1,4 +1,5 @@
-"""One rank of the test of LoRA on several ranks; started by torchrun. Trains with each engine named, in turn."""
+"""One rank of the test of LoRA on several ranks; started by torchrun. Trains each model with the engine named after it,
+in turn."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ def of_rank(rank: Rank, batch: Batch) -> Any:
     return shards(SequenceWork.of(batch), rank.world_size)[rank.rank]
 
 
-def main(model: Path, out: Path, cases: list[str]) -> None:
+def main(out: Path, jobs: list[str]) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
-    for case in cases:
+    for model, case in zip(map(Path, jobs[::2]), jobs[1::2], strict=True):
         config = train_config(model, lora=Lora(rank=4, alpha=12.0), **CASES[case])
         engine = train_engine(config.engine.kind).build(config, rank)
         norms = learn(engine, select=partial(of_rank, rank))[1::2]
@@ -40,7 +41,7 @@ def main(model: Path, out: Path, cases: list[str]) -> None:
         counts = np.array([built.parameters, built.trainable_parameters])
         if config.model.head == "value":
             if rank.rank == 0:
-                np.savez(out / f"{case}.npz", norms=norms, counts=counts, **weights)
+                np.savez(out / f"{model.name} {case}.npz", norms=norms, counts=counts, **weights)
             continue
         base_T, apart = engine.forward(make_batch(), adapters=False), weights_of(engine, form="apart")
         assert all(export_in_bf16(engine, form)[0]["same"] for form in ("merged", "apart", "adapters")), case
@@ -49,9 +50,9 @@ def main(model: Path, out: Path, cases: list[str]) -> None:
         assert all((alone[name] == apart[name]).all() for name in alone)
         weights |= {f"apart {name}": value for name, value in apart.items()}
         if rank.rank == 0:
-            np.savez(out / f"{case}.npz", norms=norms, base_T=base_T, counts=counts, **weights)
+            np.savez(out / f"{model.name} {case}.npz", norms=norms, base_T=base_T, counts=counts, **weights)
     torch.distributed.destroy_process_group()  # once: the engines share it
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -276,36 +276,23 @@ def test_a_critic_learns_by_adapters_and_its_whole_head(tmp_path: Path, qwen2: P
 
 
 def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
-    """Norms, merged weights, log-probs without adapters and counts of parameters, over real gloo processes."""
-    cases = [case for case in ("fsdp2", "zero1", "zero3") if case in CASES]
-    critics = [critic for case in cases if (critic := f"{case} critic") in CASES]
-    warm_torchrun(2, "lora_worker.py", qwen2, tmp_path, *cases, *critics)
-    alone, batch = engine_of(qwen2), make_batch()
-    start_T, norms, built = alone.forward(batch), learn(alone)[1::2], alone.built()
-    for case in cases:
-        with np.load(tmp_path / f"{case}.npz") as file:
-            found = dict(file)
-        assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
-        np.testing.assert_allclose(found.pop("base_T"), start_T, atol=1e-5, err_msg=case)
-        assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
-        apart = {f"apart {name}": value for name, value in weights_of(alone, form="apart").items()}
-        assert largest_gap(found, weights_of(alone) | apart) < 2e-5, case
-    critic = critic_of(qwen2)
-    norms, built = learn(critic)[1::2], critic.built()
-    for case in critics:
-        with np.load(tmp_path / f"{case}.npz") as file:
-            found = dict(file)
-        assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
-        assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
-        assert largest_gap(found, weights_of(critic)) < 2e-5, case
-
-
-@pytest.mark.skipif("zero3" not in CASES, reason="needs deepspeed")
-def test_layers_with_a_state_learn_by_adapters_on_shards(tmp_path: Path) -> None:
-    """Also the first one, below which nothing learns."""
-    folder = write_model(tmp_path / "model", FAMILIES["lfm2"].config)
-    warm_torchrun(2, "lora_worker.py", folder, tmp_path, "zero3")
-    alone = engine_of(folder)
-    with np.load(tmp_path / "zero3.npz") as file:
-        assert file["norms"] == pytest.approx(learn(alone)[1::2], rel=2e-5)
-        assert largest_gap({name: file[name] for name in weights_of(alone)}, weights_of(alone)) < 2e-5
+    """Norms, merged weights, log-probs without adapters and counts of parameters, over real gloo processes. Layers with
+    a state learn on shards too, also the first one, below which nothing learns."""
+    lfm2 = write_model(tmp_path / "lfm2", FAMILIES["lfm2"].config)
+    plain, critics = ("fsdp2", "zero1", "zero3"), ("fsdp2 critic", "zero1 critic", "zero3 critic")
+    models = [(qwen2, engine_of(qwen2), plain), (lfm2, engine_of(lfm2), ("zero3",)), (qwen2, critic_of(qwen2), critics)]
+    jobs = [word for folder, _, cases in models for case in cases if case in CASES for word in (folder, case)]
+    warm_torchrun(2, "lora_worker.py", tmp_path, *jobs)
+    for folder, alone, cases in models:
+        start_T = None if cases is critics else alone.forward(make_batch())
+        norms, built, weights = learn(alone)[1::2], alone.built(), weights_of(alone)
+        if cases is not critics:
+            weights |= {f"apart {name}": value for name, value in weights_of(alone, form="apart").items()}
+        for case in (case for case in cases if case in CASES):
+            with np.load(tmp_path / f"{folder.name} {case}.npz") as file:
+                found = dict(file)
+            assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
+            assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
+            if start_T is not None:
+                np.testing.assert_allclose(found.pop("base_T"), start_T, atol=1e-5, err_msg=case)
+            assert largest_gap(found, weights) < 2e-5, case
