@@ -144,23 +144,18 @@ async def test_a_server_and_a_function_in_one_list(tmp_path: Path) -> None:
     assert all(map(ended, seen))
 
 
-async def test_what_a_schema_lets_in_besides_its_properties(tmp_path: Path) -> None:
+async def test_what_a_schema_lets_in_and_what_the_model_reads_of_a_result(tmp_path: Path) -> None:
+    """A schema lets in more than its properties; a result becomes text."""
     written(tmp_path, BY_HAND, "server.py")
     pool = make_pool(tmp_path, tools=("mcp:python server.py",), memory_MiB=512)
+    texts = {"structured": '{"n": 5}', "both": "five", "resource": "inside", "binary": "[resource]", "nothing": ""}
+    texts["printing"] = "{}"
     async with started(pool), opened(pool) as environment:
         for name, arguments in {"either": {"y": 1}, "pointed": {"x": 1}, "empty": {}}.items():
             reply = await environment.call(name, arguments)
             assert reply == EnvironmentReply(json.dumps(arguments), None, done=False)
         wrong = await environment.call("empty", {"x": 1})
         assert wrong.text == "empty: unknown x; its arguments are none"
-
-
-async def test_what_the_model_reads_of_a_result(tmp_path: Path) -> None:
-    written(tmp_path, BY_HAND, "server.py")
-    pool = make_pool(tmp_path, tools=("mcp:python server.py",), memory_MiB=512)
-    texts = {"structured": '{"n": 5}', "both": "five", "resource": "inside", "binary": "[resource]", "nothing": ""}
-    texts["printing"] = "{}"
-    async with started(pool), opened(pool) as environment:
         assert {name: (await environment.call(name, {})).text for name in texts} == texts
 
 
@@ -175,6 +170,6 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"not ready after 15 s: mcp:sleep 600") as caught:
         asyncio.run(pool.start())
     assert "by hand" in caught.value.hint
-    written(tmp_path, "from mcp.server.mcpserver import MCPServer\nMCPServer('none').run()", "none.py")
+    written(tmp_path, BY_HAND.replace("in SCHEMAS.items()", "in ()"), "none.py")
     with pytest.raises(RewardError, match=r"mcp:python none\.py has no tools"):
         asyncio.run(make_pool(tmp_path, tools=("mcp:python none.py",), memory_MiB=512).start())
