@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from declared_metrics import declared  # noqa: E402
-from families import COMPOSITES, FAMILIES, SAMPLED, TRAINED  # noqa: E402
+from families import COMPOSITES, FAMILIES, TRAINED  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 from specs.load.keys import is_list, kind_of, tables_of  # noqa: E402
@@ -409,14 +409,14 @@ expect a larger `rollout/logprob_gap`.
 
 def render_models() -> str:
     """Render a row for each family, and what is said of kinds of models."""
-    trained, sampled = ", ".join(f"`{name}`" for name in TRAINED), ", ".join(SAMPLED)
+    trained = ", ".join(f"`{name}`" for name in TRAINED)
     heads = ("family", "what is special", "`megatron`", "`torch` sampler", "vLLM")
     rows = [
         [
             family.models,
             family.layout,
             "fp32" if family.megatron else "refused",
-            f"refused: {family.torch}" if family.torch else sampled,
+            "fp32",
             family.vllm,
         ]
         for family in FAMILIES.values()

@@ -12,8 +12,6 @@ TRAINED = ("ddp", "fsdp2", "zero2 bf16", "zero3")
 """Cases of `sharded_worker.CASES` that every family is trained with."""
 EXPORTED = ("fsdp2",)
 """Those whose checkpoints are exported: all engines write the same."""
-SAMPLED = ("fp32",)
-"""Precisions of the rollout engine `torch` that every family is sampled in."""
 
 VOCAB = 23
 LLAMA_LIKE: dict[str, Any] = {
@@ -55,15 +53,14 @@ _MAMBA: dict[str, Any] = {
 class Family:
     """`config`: of the tiny model. `seed`: of its weights; of a mixture one with which no token is nearly undecided
     between two experts: in bf16 rounding would decide, in one engine so, in another otherwise. `layout`: what of its
-    modules is its own. `megatron`: the case of `sharded_worker.MEGATRON` that it is read with; "": refused. `torch`:
-    words of the refusal, where that rollout engine does not take it. `vllm`: how it was tried there."""
+    modules is its own. `megatron`: the case of `sharded_worker.MEGATRON` that it is read with; "": refused. `vllm`: how
+    it was tried there."""
 
     models: str
     layout: str
     config: dict[str, Any]
     seed: int = 5
     megatron: str = ""
-    torch: str = ""
     vllm: str = "not tried"
 
 

@@ -64,14 +64,14 @@ def stock_model(folder: Path, dtype: str = "fp32", weights: Arrays | None = None
 
 
 def logprobs(model: Any, batch: Batch, temperature: float = TEMPERATURE) -> Tensor:
-    """[T], of the loss tokens; 0 elsewhere."""
+    """[T], of the loss tokens, where the batch has a mask, else of all but each first; 0 elsewhere."""
     found = []
-    for tokens, mask in zip(batch.sequences("tokens_T"), batch.sequences("loss_mask_T"), strict=True):
+    for tokens in batch.sequences("tokens_T"):
         row = torch.from_numpy(tokens.astype(np.int64))
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float() / temperature
-        scores = logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0]
-        found += [torch.zeros(1), scores * torch.from_numpy(mask[1:] != 0)]
-    return torch.cat(found)
+        found += [torch.zeros(1), logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0]]
+    logprob_T = torch.cat(found)
+    return logprob_T * torch.from_numpy(batch["loss_mask_T"] != 0) if "loss_mask_T" in batch else logprob_T
 
 
 @dataclass(frozen=True)
