@@ -74,6 +74,16 @@ def logprobs(model: Any, batch: Batch, temperature: float = TEMPERATURE) -> Tens
     return logprob_T * torch.from_numpy(batch["loss_mask_T"] != 0) if "loss_mask_T" in batch else logprob_T
 
 
+def textbook_loss(model: Any, batch: Batch, clip_high: float = 0.2) -> Tensor:
+    """GRPO's clipped surrogate, as a mean over the loss tokens of single sequences."""
+    old_T, advantage_T, mask_T = (
+        torch.from_numpy(batch[name]) for name in ("old_logprob_T", "advantage_T", "loss_mask_T")
+    )
+    ratio_T = (logprobs(model, batch) - old_T).exp()
+    gain_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(0.8, 1 + clip_high) * advantage_T)
+    return -(gain_T * mask_T).sum() / mask_T.sum()
+
+
 @dataclass(frozen=True)
 class StockStep:
     """Of one optimizer step on a batch, with the plain policy gradient as its loss."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stock_model import logprobs, textbook_loss
 from train_helpers import (
     GEMMA3,
     GPT2,
@@ -70,17 +71,7 @@ def test_steps_equal_plain_transformers(tmp_path: Path) -> None:
         batch = make_batch(seed=step)
         engine.forward_backward(batch, grpo(clip_high=0.28), scale_of(batch))
         norm = engine.optim_step().grad_norm
-        columns = zip(
-            *(batch.sequences(name) for name in ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")),
-            strict=True,
-        )
-        for tokens, mask, old, advantage in columns:
-            ids, old, advantage = (torch.from_numpy(x.copy()) for x in (tokens.astype(np.int64), old, advantage))
-            logp = torch.log_softmax(model(ids[None], use_cache=False).logits[0] / 0.7, dim=-1)
-            for t in np.flatnonzero(mask):
-                ratio = torch.exp(logp[t - 1, ids[t]] - old[t])
-                gain = torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.28) * advantage[t])
-                (-gain / scale_of(batch).num_loss_tokens).backward(retain_graph=True)
+        textbook_loss(model, batch, clip_high=0.28).backward()
         reference = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert norm == pytest.approx(reference.item(), rel=1e-3)
         adamw.step()
@@ -99,17 +90,8 @@ def one_by_one(engine: DdpTrainEngine, batch: Batch) -> tuple[np.ndarray, dict[s
     config = AutoConfig.from_pretrained(engine.config.model.path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     model.load_state_dict(engine.policy.model.state_dict())
-    logprob_T, loss = np.zeros(batch.num_tokens), torch.zeros((), dtype=torch.float64)
-    names = ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")
-    for start, *columns in zip(batch.offsets[:-1], *(batch.sequences(name) for name in names), strict=True):
-        tokens, mask, old, advantage = (torch.from_numpy(np.array(column)) for column in columns)
-        t = mask.nonzero()[:, 0]
-        logits = model(input_ids=tokens[None].long(), use_cache=False).logits[0, t - 1]
-        logp = torch.log_softmax(logits.double() / 0.7, -1).gather(1, tokens[t, None].long())[:, 0]
-        logprob_T[start + t.numpy()] = logp.detach().numpy()
-        ratio = (logp - old[t]).exp()
-        loss -= torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.2) * advantage[t]).sum()
-    (loss / scale_of(batch).num_loss_tokens).backward()
+    textbook_loss(model, batch).backward()
+    logprob_T = logprobs(model, batch).detach().numpy()
     return logprob_T, {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 

@@ -12,7 +12,7 @@ import torch
 from families import FAMILIES
 from running import warm_torchrun
 from sharded_worker import CASES
-from stock_model import write_family
+from stock_model import textbook_loss, write_family
 from train_helpers import (
     GPT2,
     QWEN2,
@@ -161,16 +161,7 @@ def test_steps_equal_plain_peft(qwen2: Path, checkpointing: bool) -> None:
         batch = make_batch(seed=step)
         loss = engine.forward_backward(batch, grpo(), scale_of(batch))["loss"]
         norm = engine.optim_step().grad_norm
-        names = ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")
-        expected = torch.zeros(())
-        for columns in zip(*(batch.sequences(name) for name in names), strict=True):
-            tokens, mask, old, advantage = (torch.from_numpy(np.array(column)) for column in columns)
-            t = mask.nonzero()[:, 0]
-            logits = model(input_ids=tokens[None].long(), use_cache=False).logits[0, t - 1]
-            logp = torch.log_softmax(logits / 0.7, -1).gather(1, tokens[t, None].long())[:, 0]
-            ratio = (logp - old[t]).exp()
-            expected = expected - torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.2) * advantage[t]).sum()
-        expected = expected / scale_of(batch).num_loss_tokens
+        expected = textbook_loss(model, batch)
         expected.backward()
         reference = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert loss == pytest.approx(expected.item(), rel=1e-4)
