@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import train_helpers
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from backends.protocol import RolloutEngine, WeightSpec
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 END = 1
 MAX_TOKENS = 96
@@ -51,6 +55,19 @@ def give_weights(engine: RolloutEngine, seed: int = 0, scale: float = 0.3) -> No
         assert spec.dtype == "fp32"
         engine.import_weight(spec, values.reshape(-1).view(np.uint8))
     engine.finish_import()
+
+
+def given_model(engine: RolloutEngine, seed: int = 0) -> PreTrainedModel:
+    """transformers' own model with the weights that `give_weights` gives."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(engine.built().path)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    weights = random_weights(engine.weight_specs(), seed)
+    model.load_state_dict({name: torch.from_numpy(values) for name, values in weights.items()}, strict=False)
+    model.tie_weights()
+    return model
 
 
 def random_weights(specs: Sequence[WeightSpec], seed: int, scale: float = 0.3) -> dict[str, NDArray[np.float32]]:

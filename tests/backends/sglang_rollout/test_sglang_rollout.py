@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import warm
-from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config, write_model
+from rollout_helpers import answer, batch_of, give_weights, given_model, make_prompts, rollout_config, write_model
 from sglang_helpers import build_sglang, fault, mend, sglang_installed
+from stock_model import logprobs
 
-from backends.hf.hf_model import build_model, named_weights
 from backends.protocol import Rank
 from backends.sglang_rollout.client import ServerError, parse_sample
 from backends.sglang_rollout.engine import SglangRolloutEngine
@@ -38,25 +38,10 @@ def engine(folder: Path) -> SglangRolloutEngine:
     return built
 
 
-def hf_model(folder: Path, seed: int = 0) -> torch.nn.Module:
-    """The weights of `give_weights` in the Hugging Face model itself."""
-    model = build_model(rollout_config(folder, "sglang").model, load_weights=False)
-    rng = np.random.default_rng(seed)
-    for name, tensor in named_weights(model).items():
-        values = 0.3 * rng.standard_normal(tuple(tensor.shape), dtype=np.float32)
-        tensor.data.copy_(torch.from_numpy(values + 1 if "norm" in name else values))
-    return model
-
-
 @torch.inference_mode()
-def hf_logprobs(model: torch.nn.Module, samples: Batch, temperature: float) -> np.ndarray:
-    """log p of every token but each first, one sequence at a time."""
-    found = []
-    for tokens in samples.sequences("tokens_T"):
-        ids = torch.from_numpy(tokens.astype(np.int64))
-        scores = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
-        found += [0.0, *scores.gather(-1, ids[1:, None])[:, 0].tolist()]
-    return np.array(found, dtype=np.float32)
+def hf_logprobs(engine: SglangRolloutEngine, samples: Batch, temperature: float, seed: int = 0) -> np.ndarray:
+    """log p of every token but each first, by the Hugging Face model with the weights of `give_weights`."""
+    return logprobs(given_model(engine, seed), samples.only(["tokens_T"]), temperature).numpy()
 
 
 # ── log-probs ─────────────────────────────────────────────────────────────────────────────────────
@@ -67,17 +52,16 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(tmp_path: Path, tied
     folder = write_model(tmp_path / "model", tie_word_embeddings=tied)
     engine = build_sglang(folder)
     give_weights(engine)
-    model = hf_model(folder)
     parts: list[Batch] = []
     prompts, counts = make_prompts(), engine.counts
     engine.generate(prompts, Sampling(seed=5, temperature=0.8, max_response_tokens=12), parts.append)
     assert 0 < counts["reused_tokens"] == prompts.num_tokens - counts["prefilled_tokens"], "a group has one prompt"
     samples = Batch.concat(parts)
-    want_T = hf_logprobs(model, samples, 0.8)
+    want_T = hf_logprobs(engine, samples, 0.8)
     inside = samples["loss_mask_T"] == 1
     np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=1e-5)
     np.testing.assert_allclose(engine.score(samples.only(["tokens_T"]), 0.8), want_T, atol=1e-5)
-    assert np.abs(hf_logprobs(model, samples, 1.0) - want_T)[inside].max() > 0.1, "the temperature must show"
+    assert np.abs(hf_logprobs(engine, samples, 1.0) - want_T)[inside].max() > 0.1, "the temperature must show"
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────
@@ -138,14 +122,14 @@ def test_a_tensor_that_the_server_did_not_load_is_named(engine, name) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stale:model.layers.1.self_attn.k_proj.weight", "packed-head"])
-def test_what_hashes_cannot_show_behaviour_does(engine, folder: Path, kind: str) -> None:
+def test_what_hashes_cannot_show_behaviour_does(engine, kind: str) -> None:
     """A part of a fused tensor whose other parts changed; a packed copy of the head. Only the probe sees these."""
     probe = batch_of([np.array([3, 4, 5, 6])], np.arange(1), np.arange(1))
     gaps = []
     for seed in (1, 2):
         with fault(kind if seed == 1 else ""):
             give_weights(engine, seed=seed)
-        want_T = hf_logprobs(hf_model(folder, seed=seed), probe, 1.0)
+        want_T = hf_logprobs(engine, probe, 1.0, seed)
         gaps.append(np.abs(engine.score(probe, 1.0) - want_T).max())
     assert gaps[0] > 0.01, "with the fault"
     assert gaps[1] < 1e-5, "after the next, sound sync"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from optional import needs_vllm
-from rollout_helpers import batch_of, give_weights, make_prompts, random_weights, rollout_config, write_model
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from rollout_helpers import batch_of, give_weights, given_model, make_prompts, rollout_config, write_model
+from transformers import DynamicCache, PreTrainedModel
 from vllm_process import RemoteVllm, shared_folder
 
 from backends.completions import Completions
@@ -123,7 +123,7 @@ def test_tokens_after_a_kept_cache_are_drawn_by_new_weights_over_old_keys(engine
     computed = prefilled(engine) - once
     drawn(engine, prompts=EQUAL)
     assert computed <= 2 * (prefilled(engine) - once - computed), "no completion went through the model again"
-    old, new = stock_model(engine, 0), stock_model(engine, NEW)
+    old, new = given_model(engine), given_model(engine, NEW)
     kinds = Counter[tuple[int, ...]]()
     names = ("tokens_T", "version_T", "rollout_logprob_T")
     for tokens, version, logprob in zip(*map(samples.sequences, names), strict=True):
@@ -138,15 +138,6 @@ def test_tokens_after_a_kept_cache_are_drawn_by_new_weights_over_old_keys(engine
 
 def prefilled(engine: RolloutEngine) -> int:
     return engine.counters().get("prefilled_tokens", 0)
-
-
-def stock_model(engine: RolloutEngine, seed: int) -> PreTrainedModel:
-    """transformers' own model with the weights that `give_weights` gives."""
-    config = AutoConfig.from_pretrained(engine.built().path)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    weights = random_weights(engine.weight_specs(), seed)
-    model.load_state_dict({name: torch.from_numpy(values) for name, values in weights.items()})
-    return model
 
 
 @torch.inference_mode()
