@@ -24,26 +24,9 @@ from specs.errors import ExportError
 from specs.schema.role_section import Lora
 
 MANY = 2**40  # bytes of memory: everything fits
-QWEN2 = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": True,
-}
-MIXTRAL = {
-    **QWEN2,
-    "model_type": "mixtral",
-    "architectures": ["MixtralForCausalLM"],
-    "num_local_experts": 3,
-    "tie_word_embeddings": False,
-}
+SIZE = {"vocab_size": 32, "num_hidden_layers": 3}
+QWEN2 = {**FAMILIES["qwen2"].config, **SIZE}
+MIXTRAL = {**FAMILIES["mixtral"].config, **SIZE, "num_local_experts": 3}
 
 
 def ignore(*_: object) -> None:
