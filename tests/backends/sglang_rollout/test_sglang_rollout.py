@@ -7,13 +7,13 @@ tests at the end.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import warm
+from process_ends import ended
 from rollout_helpers import answer, batch_of, give_weights, given_model, make_prompts, rollout_config, write_model
 from sglang_helpers import build_sglang, fault, mend, sglang_installed
 from stock_model import logprobs
@@ -194,17 +194,7 @@ def test_the_server_dies_with_the_role(folder: Path) -> None:
             os.kill(os.getpid(), 9)
         os.waitpid(child, 0)
     pid = int(Path(folder, "pid").read_text())
-    deadline = time.monotonic() + 10
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert ended(pid)
 
 
 # ── answers that do not add up ────────────────────────────────────────────────────────────────────
