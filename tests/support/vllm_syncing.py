@@ -17,7 +17,7 @@ from specs.errors import SyncError
 from specs.schema.role_section import DType, Lora
 from specs.schema.spec import WeightForm
 from specs.wire.batch import Batch
-from specs.wire.role_config import RolloutConfig
+from specs.wire.role_config import RolloutConfig, Sampling
 
 EXACT = 1e-4  # nats, fp32
 RANK = 5  # vLLM makes room for 8
@@ -86,3 +86,17 @@ def gap(trainer: HfTrainEngine, engine: RemoteVllm, *, adapters: bool = True) ->
     batch = probe()
     theirs = engine.score(batch.only(["tokens_T"]), TEMPERATURE)
     return float(np.abs(theirs - trainer.forward(batch, adapters=adapters)).max())
+
+
+def check_samples(
+    trainer: HfTrainEngine, engine: RemoteVllm, prompts: Batch, *, seed: int, tokens: int, close: float = EXACT
+) -> None:
+    """Log-probs of what is sampled are the trainer's."""
+    parts: list[Batch] = []
+    sampling = Sampling(seed=seed, temperature=TEMPERATURE, max_response_tokens=tokens)
+    engine.generate(prompts, sampling, parts.append)
+    samples = Batch.concat(parts)
+    inside = samples["loss_mask_T"] == 1
+    want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
+    np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=close)
+    assert want_T[inside].std() > 0.3, "a distribution this flat would hide a wrong token"

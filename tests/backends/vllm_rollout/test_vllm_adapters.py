@@ -8,13 +8,11 @@ from optional import needs_vllm
 from rollout_helpers import answer, make_prompts
 from train_helpers import learn
 from vllm_process import RemoteVllm, VllmProcess
-from vllm_syncing import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, probe, sync, trainer_of
+from vllm_syncing import EXACT, LORA, ONE, check_samples, config_of, gap, probe, sync, trainer_of
 
 from backends.train.engine import HfTrainEngine
 from specs.errors import SyncError
 from specs.schema.role_section import Lora
-from specs.wire.batch import Batch
-from specs.wire.role_config import Sampling
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -40,31 +38,17 @@ def test_the_model_travels_once_and_then_its_adapters_alone(trainer: HfTrainEngi
         form, nbytes = sync(trainer, engine)
         assert (form, gap(trainer, engine) < EXACT) == ("adapters", True)
         assert nbytes < whole / 3
-        parts: list[Batch] = []
-        engine.generate(
-            make_prompts(), Sampling(seed=seed, temperature=TEMPERATURE, max_response_tokens=15), parts.append
-        )
-        samples = Batch.concat(parts)
-        inside = samples["loss_mask_T"] == 1
-        want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
-        np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
-        assert want_T[inside].std() > 0.3, "a distribution this flat would hide a wrong token"
+        check_samples(trainer, engine, make_prompts(), seed=seed, tokens=15)
 
 
 def test_cached_prefixes_of_the_old_adapters_are_forgotten(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
     """The adapters keep their name in vLLM, which takes it for the key of cached blocks."""
     sync(trainer, engine)
     prompts = make_prompts(groups=2, longest=70)
-    sampling = Sampling(seed=1, temperature=TEMPERATURE, max_response_tokens=8)
-    answer(engine, prompts, sampling)
+    check_samples(trainer, engine, prompts, seed=1, tokens=8)
     learn(trainer, 2, first=20)
     sync(trainer, engine)
-    parts: list[Batch] = []
-    engine.generate(prompts, sampling, parts.append)
-    samples = Batch.concat(parts)
-    inside = samples["loss_mask_T"] == 1
-    want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
-    np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+    check_samples(trainer, engine, prompts, seed=1, tokens=8)
 
 
 def test_after_level_2_the_model_comes_again(trainer: HfTrainEngine, engine: RemoteVllm) -> None:

@@ -6,7 +6,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from families import FAMILIES
@@ -14,12 +13,10 @@ from optional import needs_vllm
 from rollout_helpers import MAX_TOKENS, make_prompts, rollout_config
 from train_helpers import build_engine, learn, train_config, write_model
 from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess
-from vllm_syncing import EXACT, TEMPERATURE, gap, sync
+from vllm_syncing import EXACT, check_samples, gap, sync
 
 from backends.train.engine import HfTrainEngine
 from backends.vllm_rollout.worker import _as_sent
-from specs.wire.batch import Batch
-from specs.wire.role_config import Sampling
 
 GRANITE = {**FAMILIES["granitemoehybrid"].config, **VLLM_SHAPE, "mamba_n_heads": 16}
 # As many tokens as a sequence may have: beyond them LongRoPE takes the long factors.
@@ -64,14 +61,7 @@ def test_it_samples_what_the_trainer_learned(
             learn(trainer, 2, first=10 * step)
             sync(trainer, engine)
             assert gap(trainer, engine) < close
-            parts: list[Batch] = []
-            sampling = Sampling(seed=step, temperature=TEMPERATURE, max_response_tokens=8)
-            engine.generate(make_prompts(groups=2, longest=70), sampling, parts.append)
-            samples = Batch.concat(parts)
-            inside = samples["loss_mask_T"] == 1
-            want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
-            np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=close)
-            assert want_T[inside].std() > 0.3, "a distribution this flat would hide a wrong token"
+            check_samples(trainer, engine, make_prompts(groups=2, longest=70), seed=step, tokens=8, close=close)
 
 
 def test_decays_are_proven_by_what_vllm_made_of_them() -> None:

@@ -9,17 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from optional import needs_vllm
 from rollout_helpers import make_prompts
 from train_helpers import learn
 from vllm_process import RemoteVllm, VllmProcess
-from vllm_syncing import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, sync, sync_on_device
+from vllm_syncing import EXACT, LORA, ONE, check_samples, config_of, gap, sync, sync_on_device
 
 from backends.train.engine import HfTrainEngine
 from specs.errors import SamplerDied, SyncError
-from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -60,13 +58,7 @@ def test_parts_of_every_weight_and_adapter_arrive(trainer: HfTrainEngine, engine
         assert gap(trainer, engine) > 100 * EXACT, "the step must be large enough to see"
         assert (sync_on_device(trainer, engine) if seed else sync(trainer, engine)[0]) == "adapters"
         assert gap(trainer, engine) < EXACT
-        parts: list[Batch] = []
-        sampling = Sampling(seed=seed, temperature=TEMPERATURE, max_response_tokens=15)
-        engine.generate(make_prompts(), sampling, parts.append)
-        samples = Batch.concat(parts)
-        inside = samples["loss_mask_T"] == 1
-        want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
-        np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+        check_samples(trainer, engine, make_prompts(), seed=seed, tokens=15)
 
 
 def test_after_level_2_all_parts_come_again(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
