@@ -40,6 +40,15 @@ _DELTA_NETS: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+# Layers of one with experts; in two families they lie in other modules.
+_DELTA_NETS_AND_EXPERTS: dict[str, Any] = {
+    **_DELTA_NETS,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4,
     "mamba_d_head": 8,
@@ -185,16 +194,7 @@ FAMILIES = {
     "qwen3_next": Family(
         "Qwen3-Next",
         "gated delta nets; experts, and one that every token visits",
-        {
-            **_DELTA_NETS,
-            "model_type": "qwen3_next",
-            "architectures": ["Qwen3NextForCausalLM"],
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
+        {**_DELTA_NETS_AND_EXPERTS, "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
     ),
     "falcon_h1": Family(
         "Falcon-H1",
@@ -227,16 +227,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         "Qwen3.5 MoE (text)",
         "gated delta nets; experts, and one that every token visits; heads of attention with a gate",
-        {
-            **_DELTA_NETS,
-            "model_type": "qwen3_5_moe_text",
-            "architectures": ["Qwen3_5MoeForCausalLM"],
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
+        {**_DELTA_NETS_AND_EXPERTS, "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]},
     ),
     "nemotron_h": Family(
         "Nemotron-H",
