@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from probe_groups import wait_until
 
 from workers import watchdog
 from workers.watchdog import kill_marked, pids_marked
@@ -39,10 +40,8 @@ def test_shared_memory_of_a_killed_process_is_removed(monkeypatch: pytest.Monkey
     assert process.stdout is not None
     segment = Path("/dev/shm", process.stdout.readline().strip())
     assert segment.exists()
-    deadline = time.monotonic() + 60
-    while not (tracked := any(is_tracker(pid) for pid in pids_marked(mark))) and time.monotonic() < deadline:
-        time.sleep(0.01)  # it is started without waiting for it
-    assert tracked
+    # It is started without waiting for it.
+    assert wait_until(lambda: any(is_tracker(pid) for pid in pids_marked(mark)))
     assert kill_marked(mark, 90) == []
     assert process.wait() == -9
     process.stdout.close()
