@@ -83,17 +83,6 @@ def test_answers_learn_with_the_end_of_their_turn(template: str) -> None:
     assert learned(template, "all") == [chats_of(template).render(TALK, begins_answer=False)]
 
 
-@pytest.mark.parametrize("template", [CHATML, HEADERS, GENERATION])
-def test_spans_are_where_marked_answers_stand(template: str) -> None:
-    """Contents of equal length in the place of the answers change the whole text within the spans alone."""
-    marked = [{**m, "content": "\x07" * len(m["content"])} if m["role"] == "assistant" else m for m in TALK]
-    found, other = learned_of(template, [2, 4]), chats_of(template).render(marked, begins_answer=False)
-    at = {place for place, (one, two) in enumerate(zip(found.text, other, strict=True)) if one != two}
-    spans = {place for start, end in found.spans for place in range(start, end)}
-    assert at < spans
-    assert len(spans - at) == 2 * len(next(end for end in ENDS.specials if end in template)), "the ends of the turns"
-
-
 def test_who_speaks_next_ends_an_answer_where_the_model_stops_there() -> None:
     """GLM: its template writes no other end, and its generation_config.json names these tokens."""
     talk = [*TALK[:3], {"role": "tool", "content": "3"}, {**TALK[4], "reasoning_content": "mm"}]
