@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from running import warm_python
 from torch import distributed as dist
 
 from backends.peer_errors import as_peer_error, cause_of
@@ -63,10 +62,9 @@ except Exception as error:
 """
 
 
-def test_a_rank_whose_peers_never_come_waited_for_them() -> None:
+def test_a_rank_whose_peers_never_come_waited_for_them(tmp_path: Path) -> None:
     """What this torch really raises. Rank 0 waits in a store that it serves; rank 1 for a server that is not there."""
+    script = tmp_path / "lone.py"
+    script.write_text(LONE)
     for rank, cause in ((0, Cause.PEER_LATE), (1, Cause.PEER_GONE)):
-        command = [sys.executable, "-c", LONE, str(rank), "0" if rank == 0 else "1"]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=True)
-        assert done.stdout.split()[-1:] == [cause], done.stdout + done.stderr
+        assert warm_python(script, str(rank), str(rank)).split()[-1:] == [cause]

@@ -53,10 +53,11 @@ def settings(*pairs: str) -> tuple[str, ...]:
     return tuple(word for pair in pairs for word in ("--set", pair))
 
 
-def warm_python(script: Path, *args: str | Path, timeout_s: float = 400) -> None:
-    """A script of ours that imports torch, run to the end; it must succeed."""
+def warm_python(script: Path, *args: str | Path, timeout_s: float = 400) -> str:
+    """A script of ours that imports torch, run to the end; it must succeed. Returns what it printed."""
     done = warm.run([sys.executable, script, *args], env=environment(PYTHONPATH=str(REPO)), timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def warm_torchrun(processes: int, worker: str, *args: str | Path, timeout_s: float = 400) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rollout_helpers import answer, make_prompts, rollout_config, write_model
+from running import warm_python
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from backends.hf.hf_model import build_model, named_weights, tensor_bytes
@@ -21,8 +20,6 @@ from backends.torch_rollout.fused import FusedForward
 from specs.errors import ModelError, RlctlError
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
-
-REPOSITORY = Path(__file__).parents[3]
 
 MODELS = {
     "qwen2": {},
@@ -148,7 +145,6 @@ def test_weights_that_diverged_are_named(tmp_path: Path) -> None:
 SLEEPER = """
 import sys
 import numpy as np, psutil, torch
-sys.path[:0] = [{repository!r}, {helpers!r}]
 from pathlib import Path
 from rollout_helpers import answer, give_weights, make_prompts, rollout_config
 from backends.protocol import Rank
@@ -156,7 +152,7 @@ from backends.torch_rollout.engine import TorchRolloutEngine
 from specs.wire.role_config import Sampling
 
 def resident(): return psutil.Process().memory_info().rss / 2**20
-engine = TorchRolloutEngine.build(rollout_config(Path({folder!r}), max_sequences=128), Rank())
+engine = TorchRolloutEngine.build(rollout_config(Path(sys.argv[1]), max_sequences=128), Rank())
 give_weights(engine, scale=0.02)
 weights = sum(spec.nbytes for spec in engine.weight_specs()) / 2**20
 answer(engine, make_prompts(64, 2), Sampling(seed=0, max_response_tokens=2))
@@ -178,14 +174,9 @@ print(weights, cache, awake, one, two, resident())
 def test_sleep_gives_memory_back_to_the_system(tmp_path: Path) -> None:
     wide = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
     folder = write_model(tmp_path / "model", **wide, num_attention_heads=16, num_key_value_heads=16)
-    paths = {"repository": str(REPOSITORY), "helpers": str(REPOSITORY / "tests" / "support"), "folder": str(folder)}
-    script = SLEEPER.format(**paths)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=400, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    weights, cache, awake, one, two, again = map(float, done.stdout.split())
+    script = tmp_path / "sleeper.py"
+    script.write_text(SLEEPER)
+    weights, cache, awake, one, two, again = map(float, warm_python(script, folder).split())
     assert weights > 100
     assert cache > 90
     assert awake - one > 0.9 * cache, "level 1 frees the cache"
