@@ -50,6 +50,7 @@ def test_what_toml_cannot_say_is_refused() -> None:
         assignments({"run__steps": None})
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_script_checks_trains_and_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """With engines that need no torch."""
     preset("fake", tmp_path).rename(tmp_path / "sort.toml")
@@ -78,6 +79,7 @@ def test_a_script_checks_trains_and_reads(tmp_path: Path, monkeypatch: pytest.Mo
     assert [problem.key for problem in rlctl.check_config("sort.toml", run__stepz=4).problems] == ["run.stepz"]
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_threads_train_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread but the main one may set signal handlers: a run in another is done without."""
     spec = preset("fake", tmp_path)

@@ -172,6 +172,7 @@ def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_run_keeps_a_spec_that_comes_through_a_pipe_and_a_dry_run_shows_its_resume(tmp_path: Path) -> None:
     rlctl("init", "spec.toml", "--preset", "fake", cwd=tmp_path)
     os.mkfifo(tmp_path / "pipe")

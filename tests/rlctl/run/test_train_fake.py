@@ -311,6 +311,7 @@ def with_todays_year(model):
     (model / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_an_evaluation_that_was_interrupted_is_made_up_for(spec, tmp_path):
     """Its step is saved: a resume begins behind it, and proves what was killed while it was proven. A template that
     writes today's day writes that of the run's first, also on another day: else prompts would differ."""
@@ -359,6 +360,7 @@ m.FakeTrainEngine.save = slow
 """
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_save_that_has_begun_is_finished(spec, tmp_path):
     """Broken off, it would leave nothing, and ranks that write where nobody looks any more."""
     run = tmp_path / "run"

@@ -33,6 +33,7 @@ def spec_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     keys.homes.cache_clear()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_it_is_trained_beside_the_actor_saved_and_resumed(spec_path: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(spec_path, ["run.steps=2"], run, resume=False)
