@@ -42,11 +42,13 @@ def test_a_preset_is_sound_from_any_folder(name: str, tmp_path: Path, monkeypatc
     assert found.problems == []
     assert found.warnings == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    sections = [spec.role(role) for role in spec.roles if ROLES[role].holds_model]
-    if not spec.lead_section.devices and all(map(installed, sections)):
-        assert file_problems(spec, tmp_path) == ([], [])
     assert spec.run.name == name
     assert 20 < len(summary(presets()[name])) < 120
+    if not spec.lead_section.devices:
+        for section in (spec.role(role) for role in spec.roles if ROLES[role].holds_model):
+            if not installed(section):
+                pytest.skip(f"the engine {section.engine.kind} is not installed here")
+        assert file_problems(spec, tmp_path) == ([], [])
 
 
 def installed(section: ModelRole) -> bool:
