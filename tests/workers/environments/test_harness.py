@@ -20,6 +20,7 @@ import pytest
 from agent_gateway import END, TASK, Sampler, chat
 
 from specs.schema.environment import EnvironmentSection
+from workers import watchdog
 from workers.environments.environment_pool import EnvironmentPool
 from workers.environments.harness import Harness, HarnessRun
 from workers.environments.replies import Lost
@@ -263,8 +264,9 @@ OWNER = """
 """
 
 
-def test_folders_go_also_where_their_owner_is_killed(tmp_path: Path) -> None:
+def test_folders_go_also_where_their_owner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is left of a run is killed so at a Ctrl-C."""
+    monkeypatch.setattr(watchdog, "_CLEANING_S", 60.0)
     mark = secrets.token_hex(8)
     command, env = [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path / "log")], {"RLCTL_RUN_ID": mark}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}) as owner:
