@@ -21,7 +21,7 @@ def verb():
 def read() -> Activity:
     now = activity.snapshot()
     assert now is not None
-    return Activity.from_json(now)
+    return Activity.model_validate(now)
 
 
 def test_counts_are_of_the_process_and_so_far_of_the_verb(verb: None) -> None:

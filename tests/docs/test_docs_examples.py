@@ -38,7 +38,7 @@ def needs(library: str) -> pytest.MarkDecorator:
     ],
 )
 async def test_an_example_loads_without_its_library(
-    tmp_path: Path, file: str, setup: dict[str, Any], mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, setup: dict[str, Any], mode: str
 ) -> None:
     """A package of its library's name that has whatever is imported from it stands in."""
     copied(tmp_path, file)
@@ -48,7 +48,8 @@ async def test_an_example_loads_without_its_library(
             place = place / part
             place.mkdir(parents=True, exist_ok=True)
             (place / "__init__.py").write_text("def __getattr__(name): return None\n")
-    pool = make_pool(tmp_path, env={"PYTHONPATH": str(tmp_path / "packages")}, processes=1, **setup)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    pool = make_pool(tmp_path, processes=1, **setup)
     async with started(pool) as described:
         assert (described.mode, described.tools) == (mode, ())
         assert described.takes_seed == (mode == "text")

@@ -57,8 +57,7 @@ def test_no_case_stands_twice() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_that_runs_is_not_refused(name: str, findings: Callable[[Case], Findings]) -> None:
-    """Only what the sampler refuses is refused, of the models of `families.py`."""
+    """Of the models of `families.py` none is."""
     config = FAMILIES[name].config
     found = findings({"set": {"model.path": "./model"}, "model": {"config.json": json.dumps(config)}})
-    refused = FAMILIES[name].torch
-    assert_problems({"model.attn_implementation": refused} if refused else {}, found.problems)
+    assert_problems({}, found.problems)
