@@ -1,4 +1,4 @@
-"""Reading and replacing JSON files that a crash or a person may have touched."""
+"""Read and replace JSON files that a crash or a person may have touched; tell how deep JSON is."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def object_of(text: str | bytes) -> dict[str, Any] | None:
         if isinstance(content := json.loads(text), dict):
             return content
     return None
+
+
+def depth_of(value: Any) -> int:
+    """Return how deeply JSON is nested, however deep that is."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        held = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [inner for each in held for inner in each]
+    return depth
 
 
 def read_or_empty(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specs.json_file import depth_of
+
 MAX_DEPTH = 32  # of a call's arguments: templates and tools walk them recursively
 _NAME = re.compile(r"[\w./:-]{1,128}")
 _ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates ask for it
@@ -138,16 +140,6 @@ def _json(text: str, at: int) -> tuple[Any, int]:
     except RecursionError:
         pass
     raise _Malformed("it is nested too deeply")
-
-
-def depth_of(value: Any) -> int:
-    """Return how deeply JSON is nested, however deep that is."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        held = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-        level = [inner for each in held for inner in each]
-    return depth
 
 
 def _elements(element: re.Pattern[str], text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

@@ -14,8 +14,8 @@ from typing import Any
 from backends import activity
 from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX
 from specs.errors import DataError
+from specs.json_file import depth_of
 from specs.text import LFS, LFS_POINTER, not_text
-from workers.chat.tool_calls import depth_of
 from workers.data.gym_rows import gym_rows
 
 PARQUET_BATCH_ROWS = 1024

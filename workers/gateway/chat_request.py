@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from specs.json_file import object_of
+from specs.json_file import depth_of, object_of
 from workers.chat.chat_turns import split_thought
-from workers.chat.tool_calls import MAX_DEPTH, ToolCall, depth_of
+from workers.chat.tool_calls import MAX_DEPTH, ToolCall
 
 Message = dict[str, Any]
 _SCHEMA_DEPTH = 4 * MAX_DEPTH
