@@ -107,7 +107,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name, most in _SIZES.items():
         if (size := merged.get(name)) is not None and (type(size) is not int or not 0 < size <= most):
             wrong[name] = f"a whole number from 1 to {most:,} belongs"
-    for name, what in wrong.items():
+    if wrong:
+        name, what = next(iter(wrong.items()))
         raise ValueError(f"has {name} = {show(merged[name])}, where {what}")
     return config
 
