@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import ModelError
@@ -29,6 +30,9 @@ Message = Mapping[str, Any]
 _TOOL_SETS = 64  # with which chat templates are kept
 _ASKED: list[Message] = [{"role": "user", "content": "Hi"}]
 _PROBE = ' {"a": "é"} \\ \n'  # a reply in which everything shows that a template may do to it
+_CHANNELS = "<|channel|>analysis<|message|>"  # in the template of gpt-oss, which writes thoughts as such messages
+_ANALYSIS = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|\Z)", re.DOTALL)
+_HEADER = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>\w+<\|message\|>|<\|end\|>")
 _WRITES: tuple[Callable[[str], str], ...] = (str, str.strip, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
 
 
@@ -58,10 +62,12 @@ class TurnProof:
 
 @dataclass(frozen=True)
 class _ReplyStyle:
-    """How replies of a role are written: the token that ends the turn before, special ones that stand before that, what
-    becomes of their contents, and whether everything before them stays as it was."""
+    """How replies of a role are written: the token that ends the turn before, the one with which the model ends it,
+    special ones that stand before that, what becomes of their contents, and whether everything before them stays as it
+    was."""
 
     end: int
+    stop: int
     closing: Sequence[int]
     write: Callable[[str], str]
     keeps_history: bool
@@ -83,7 +89,8 @@ class ChatTurns:
         self._opened = self._asked.rstrip().endswith("<think>")
         # A prompt that has closed the model's thinking wants none.
         thinks = "</think>" in self._template and not self._asked.rstrip().endswith("</think>")
-        self._thought = f"<think>\n{self._mark}thought\n</think>" if thinks else ""
+        self._channels, thought = _CHANNELS in self._template, f"{self._mark}thought"
+        self._thought = thought if self._channels else f"<think>\n{thought}\n</think>" if thinks else ""
         self._styles: dict[str, _ReplyStyle] = {}
         if tools and self._asked == renderer.render(_ASKED):
             raise self._fault("ignores the tools")
@@ -99,8 +106,8 @@ class ChatTurns:
     @property
     def answer_end(self) -> tuple[int, str]:
         """Return the token with which the template ends an answer, and its text."""
-        end = self._style("user").end
-        return end, self._text([end])
+        stop = self._style("user").stop
+        return stop, self._text([stop])
 
     def keeps(self, replies: Sequence[Message]) -> bool:
         """Return whether everything before these replies stays as it was."""
@@ -125,13 +132,18 @@ class ChatTurns:
         while stop is not None and said and said[-1] in self._style("user").closing:
             said = said[:-1]
         text = self._text(said)
-        thought, closed, rest = text.partition("</think>")
-        if not (closed and (self._opened or "<think>" in thought)):
-            thought, closed, rest = "", "", text
+        thought, rest = self._split(text)
         found = self._format.parse(rest, self._schemas) if self._format else ParsedCalls(rest)
         if len(found.calls) > 1 and not self._parallel:
             found = ParsedCalls(rest, error="Only one tool can be called in a turn: call them one after another.")
-        return AssistantTurn(self._message(thought + closed, found), text, found.calls, found.error, stop, finished)
+        return AssistantTurn(self._message(thought, found), text, found.calls, found.error, stop, finished)
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Return what the model thought, with the tags around it, and what follows."""
+        if self._channels:
+            return "\n".join(_ANALYSIS.findall(text)), _ANALYSIS.sub("", text)
+        thought, closed, rest = text.partition("</think>")
+        return (thought + closed, rest) if closed and (self._opened or "<think>" in thought) else ("", text)
 
     def numbered(self, turn: AssistantTurn, calls: int) -> AssistantTurn:
         """Return a turn whose calls follow so many others: ids that were made here stay unique in a conversation."""
@@ -208,7 +220,12 @@ class ChatTurns:
     def _message(self, thought: str, said: ParsedCalls) -> dict[str, Any]:
         """Return the assistant's message, with its thought where the template looks for it."""
         message: dict[str, Any] = {"role": "assistant", "content": thought + said.content}
-        if thought and "reasoning_content" in self._template:
+        if self._channels:
+            content = _HEADER.sub("", said.content).strip()
+            # Its template takes calls with thoughts or text, not with both.
+            thought, content = ("\n".join(filter(None, (thought, content))), "") if said.calls else (thought, content)
+            message |= {"content": content, "reasoning_content": thought}
+        elif thought and "reasoning_content" in self._template:
             message |= {"content": said.content.lstrip("\n"), "reasoning_content": split_thought(thought)[0]}
         return message | ({"tool_calls": [call.message() for call in said.calls]} if said.calls else {})
 
@@ -249,13 +266,17 @@ class ChatTurns:
         # What ends an answer ends a call, though another special token may stand before it.
         ends = [token for token in self._encode([gap]) if token in self._special]
         usual = (*(style.end for style in self._styles.values()), self._codec.end_id)
-        end = next((token for token in usual if token in ends), ends[0] if ends else None)
+        stops = (token for token in ends if token in self._codec.stop_ids)
+        end = next((token for token in chain(usual, stops, ends) if token in ends), None)
         closed = self._renderer.render([*_ASKED, turn], begins_answer=False, tools=self._tools).rpartition(last)[2]
-        # GLM ends an answer with the first token of who speaks next.
-        if end is None or not (self._text([end]) in closed or end in self._codec.stop_ids):
-            raise self._fault("ends the assistant's turn with no token of its own")
         keeps = thought.startswith(self._asked) and (not self._thought or f"{self._mark}thought" in thought)
-        return _ReplyStyle(end, ends[: ends.index(end)], write, keeps)
+        stop = end
+        # GLM ends an answer with the first token of who speaks next, gpt-oss the last one otherwise than those before.
+        if end is None or not (self._text([end]) in closed or end in self._codec.stop_ids):
+            stop, keeps = next((one for one in self._encode([closed]) if one in self._codec.stop_ids), None), False
+        if end is None or stop is None:
+            raise self._fault("ends the assistant's turn with no token of its own")
+        return _ReplyStyle(end, stop, ends[: ends.index(end)], write, keeps)
 
     # ── tokens ────────────────────────────────────────────────────────────────────────────────────
 

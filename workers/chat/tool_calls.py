@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ _NAME = re.compile(r"[\w./:-]{1,128}")
 _ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates ask for it
 _BLANK = re.compile(r"\s*")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_GEMMA_QUOTE = '<|"|>'
+_BARE = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:|\bNone\b")  # a key, or what a template writes for null
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The properties of each tool's parameters, by the tool's name."""
@@ -50,8 +54,8 @@ class ParsedCalls:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A form of tool calls. `sign` stands in templates that write it. JSON or elements lie between `begin`, whose
-    groups `name` and `id` may name a call, and `end`."""
+    """A form of tool calls. `sign` stands in templates that write it. JSON, elements or what `read` takes lie between
+    `begin`, whose groups `name` and `id` may name a call, and `end`."""
 
     sign: re.Pattern[str]
     begin: re.Pattern[str]
@@ -59,6 +63,7 @@ class CallFormat:
     shape: str  # for models to read
     key: str = "arguments"  # of the arguments in JSON
     element: re.Pattern[str] | None = None  # a parameter's name and text, where there is no JSON
+    read: Callable[[str], Any] | None = None  # of all before `end`: the calls, or the arguments of one
 
     def parse(self, text: str, schemas: Schemas | None = None) -> ParsedCalls:
         """Read the text of a turn, special tokens included, but for the one that ended it. `schemas` says of which type
@@ -84,7 +89,12 @@ class CallFormat:
         if self.element:
             arguments, at = _elements(self.element, text, begun.end(), schemas.get(named["name"], {}))
             return [named | {self.key: arguments}], at
-        value, at = _json(text, begun.end())
+        if self.read:
+            if not (end := self.end.search(text, begun.end())):
+                raise _Malformed("its end is missing")
+            value, at = self.read(text[begun.end() : end.start()]), end.start()
+        else:
+            value, at = _json(text, begun.end())
         if named.get("name"):
             return [named | {self.key: value}], at
         return value if isinstance(value, list) else [value], at
@@ -142,6 +152,46 @@ def _json(text: str, at: int) -> tuple[Any, int]:
     raise _Malformed("it is nested too deeply")
 
 
+def _gemma_arguments(text: str) -> Any:
+    """Return the arguments of a call of Gemma 4: JSON but for bare keys, and a token of its own for quotes."""
+    pieces = text.split(_GEMMA_QUOTE)
+    pieces[1::2] = [json.dumps(piece, ensure_ascii=False) for piece in pieces[1::2]]
+    pieces[::2] = [_BARE.sub(lambda bare: f'{bare[1]}"{bare[2]}":' if bare[2] else "null", one) for one in pieces[::2]]
+    value, end = _json(text := "".join(pieces), 0)
+    if text[end:].strip():
+        raise _Malformed("other text stands before its end")
+    return value
+
+
+def _python_calls(text: str) -> list[Any]:
+    """Return the calls of a list in Python's syntax, whose values are literals, of Python or JSON."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List):
+            raise _Malformed("it is not a list of calls")
+        found = json.dumps([_python_call(one) for one in tree.elts], ensure_ascii=False)
+    except _Malformed:
+        raise
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise _Malformed(f"it is not Python ({error})") from None
+    calls: list[Any] = _json(found, 0)[0]
+    return calls
+
+
+def _python_call(tree: ast.expr) -> dict[str, Any]:
+    if not isinstance(tree, ast.Call) or tree.args or not all(one.arg for one in tree.keywords):
+        raise _Malformed("a call is not of the form NAME(KEY=VALUE)")
+    values = [(str(one.arg), ast.literal_eval(_JsonWords().visit(one.value))) for one in tree.keywords]
+    return {"name": ast.unparse(tree.func), "arguments": _object(values)}
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Take JSON's words for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
+
+
 def _elements(element: re.Pattern[str], text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Return the parameters written as elements, and where they end."""
     found: list[tuple[str, Any]] = []
@@ -176,6 +226,29 @@ def _type_of(schema: Mapping[str, Any]) -> str:
 
 
 FORMATS = (
+    CallFormat(  # gpt-oss
+        sign=re.compile(r"<\|start\|>assistant to="),
+        begin=re.compile(
+            r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=(?:functions\.)?(?P<name>[^\s<]+)"
+            r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*<\|message\|>"
+        ),
+        end=re.compile(r"\s*\Z"),
+        shape='<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"KEY": VALUE}<|call|>',
+    ),
+    CallFormat(  # Gemma 4
+        sign=re.compile(r"<\|tool_call>call:"),
+        begin=re.compile(r"<\|tool_call>(?:call:(?P<name>[^\s{<]+)(?=\{))?"),
+        end=re.compile(r"\s*<tool_call\|>"),
+        shape=f"<|tool_call>call:NAME{{KEY:{_GEMMA_QUOTE}TEXT{_GEMMA_QUOTE},KEY:VALUE}}<tool_call|>",
+        read=_gemma_arguments,
+    ),
+    CallFormat(  # LFM2.5
+        sign=re.compile(r"<\|tool_call_start\|>\["),
+        begin=re.compile(r"<\|tool_call_start\|>"),
+        end=re.compile(r"\s*<\|tool_call_end\|>"),
+        shape="<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>",
+        read=_python_calls,
+    ),
     CallFormat(  # Qwen3-Coder, Qwen3.5, Nemotron 3
         sign=re.compile(r"<function="),
         begin=re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<tool_call>"),

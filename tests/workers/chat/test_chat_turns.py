@@ -229,6 +229,79 @@ MISTRAL = r"""{{ bos_token }}
 {%- endfor %}
 """
 
+# Thoughts, calls and answers are messages of their own; the last answer ends otherwise than those before it.
+GPT_OSS = r"""<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>
+{%- set has_system = messages[0].role == 'system' %}
+{%- if tools or has_system %}{{ '<|start|>developer<|message|>' + (messages[0].content if has_system else '') }}
+    {%- if tools %}{{ '\n# Tools\n' + tools | tojson }}{% endif %}{{ '<|end|>' }}
+{%- endif %}
+{%- set ns = namespace(name='', final=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and 'tool_calls' not in m %}{% set ns.final = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and '<|channel|>analysis<|message|>' in m.content + (m.thinking or '') %}
+        {{- raise_exception('thoughts stand in thinking, without their channel') }}
+    {%- endif %}
+    {%- if m.role == 'assistant' and 'tool_calls' in m %}
+        {%- if m.content and m.thinking %}{{ raise_exception('content or thinking') }}{% endif %}
+        {%- if m.thinking and loop.index0 > ns.final %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {%- set ns.name = m.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary json<|message|>' }}
+        {{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- elif m.role == 'tool' %}
+        {%- if not ns.name %}{{ raise_exception('no tool was called') }}{% endif %}
+        {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content | tojson + '<|end|>' }}
+    {%- elif m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}
+"""
+# What tools reply stands within the model's turn, which goes on behind it; quotes are a token.
+GEMMA4 = r"""{{ bos_token }}
+{%- macro value(v) %}
+    {%- if v is string %}{{ '<|"|>' + v + '<|"|>' }}{% elif v is boolean %}{{ v | string | lower }}
+    {%- else %}{{ v }}{% endif %}
+{%- endmacro %}
+{%- if tools or messages[0].role == 'system' %}
+    {{- '<|turn>system\n' + (messages[0].content if messages[0].role == 'system' else '') }}
+    {%- for t in tools or () %}{{ '<|tool>declaration:' + t.function.name + '<tool|>' }}{% endfor %}{{ '<turn|>\n' }}
+{%- endif %}
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- '<|tool_response>response:' + m.name + '{value:' + value(m.content) + '}<tool_response|>' }}
+    {%- elif m.role == 'assistant' %}
+        {%- if not ns.open %}{{ '<|turn>model\n' }}{% endif %}
+        {%- for c in m.tool_calls or () %}{{ '<|tool_call>call:' + c.function.name + '{' }}
+            {%- for k, v in c.function.arguments | dictsort %}
+                {{- k + ':' + value(v) }}{{ ',' if not loop.last }}
+            {%- endfor %}{{ '}<tool_call|>' }}
+        {%- endfor %}{{ m.content | trim }}
+        {%- set ns.open = m.tool_calls and not loop.last and messages[loop.index0 + 1].role == 'tool' %}
+        {%- if not ns.open %}{{ '<|tool_response>' if m.tool_calls else '<turn|>\n' }}{% endif %}
+    {%- elif m.role == 'user' %}
+        {%- if ns.open %}{{ '<turn|>\n' }}{% set ns.open = false %}{% endif %}
+        {{- '<|turn>user\n' + m.content | trim + '<turn|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.open %}{{ '<|turn>model\n' }}{% endif %}
+"""
+CALLS_IN_PYTHON = r"""
+        {{- '\n<|tool_call_start|>[' if loop.first else ', ' }}{{ c.function.name + '(' }}
+        {%- for k, v in c.function.arguments | items %}
+            {{- k + '=' }}{{ "'" + v + "'" if v is string else v }}{{ ', ' if not loop.last }}
+        {%- endfor %}{{ ')' }}{{ ']<|tool_call_end|>' if loop.last }}
+"""
+# Calls are a list in Python's syntax.
+LFM25 = QWEN25.replace("{{ '\\n' }}" + CHATML_CALL, CALLS_IN_PYTHON)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -242,6 +315,7 @@ class Family:
     keeps: tuple[bool, bool]  # earlier turns as they were, when a tool or the user replies
     error_role: str = "tool"
     call_end: str = ""  # where a turn with calls ends otherwise
+    closes: str = ""  # where the template ends earlier answers otherwise
 
     @property
     def end(self) -> str:
@@ -260,6 +334,7 @@ def calls(*arguments: str, text: str = "") -> str:
     return f"{text}{found}"
 
 
+REPLIES_ARE_JSON = (LLAMA31, GPT_OSS)
 ONE, OTHER = '{"a": 1, "b": 2}', '{"a": 3, "b": 2}'
 RESULTS = ("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 IM = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
@@ -276,6 +351,8 @@ XML = """<tool_call>
 </parameter>
 </function>
 </tool_call>"""
+START, ANALYSIS = "<|start|>assistant", "<|channel|>analysis<|message|>Two sums.<|end|>"
+RESPONSE = ("<|tool_response>", "<tool_response|>")
 OUTPUT = ("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>")
 SECTIONS = (
     "<｜tool▁calls▁begin｜>",
@@ -392,6 +469,44 @@ FAMILIES = {
         (True, False),
         "user",
     ),
+    "gpt-oss": Family(
+        GPT_OSS,
+        ("<|return|>", "<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"),
+        (),
+        (
+            (f"{ANALYSIS}{START} to=functions.add<|channel|>commentary json<|message|>{ONE}", 1),
+            (f" to=functions.add<|channel|>commentary json<|message|>{OTHER}", 1),
+            (f"{ANALYSIS}{START}<|channel|>final<|message|>5.", 0),
+        ),
+        (True, False),
+        "user",
+        call_end="<|call|>",
+        closes="<|end|>",
+    ),
+    "gemma 4": Family(
+        GEMMA4,
+        ("<turn|>", "<|turn>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", '<|"|>', *RESPONSE),
+        (),
+        (
+            ("<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:add{a:3,b:2}<tool_call|>", 2),
+            ("<|tool_call>call:add{a:3,b:2}<tool_call|>", 1),
+            ("5.", 0),
+        ),
+        (True, True),
+        "user",
+        call_end="<|tool_response>",
+    ),
+    "lfm2.5": Family(
+        LFM25,
+        (*IM, "<|tool_call_start|>", "<|tool_call_end|>"),
+        ("<tool_response>", "</tool_response>"),
+        (
+            ("Hm.\n<|tool_call_start|>[add(a=1, b=2), add(a=3, b=2)]<|tool_call_end|>", 2),
+            ("<|tool_call_start|>[add(a=3, b=2)]<|tool_call_end|>", 1),
+            ("5.", 0),
+        ),
+        (True, True),
+    ),
 }
 
 
@@ -455,6 +570,7 @@ def by_transformers(codec: TextCodec, messages: Sequence[Any], tools: Sequence[A
     if codec.tokenizer.chat_template == DEEPSEEK:
         as_text = lambda one: one | {key: json.dumps(one[key]) for key in one if key == "arguments"}  # noqa: E731
         messages = json.loads(json.dumps(messages), object_hook=as_text)
+    messages = [one | {"thinking": one.get("reasoning_content")} for one in messages]
     made: str = codec.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     return made
 
@@ -505,7 +621,7 @@ def test_what_was_sampled_is_not_written_again(known: tuple[Family, ChatTurns, T
     """Blanks that the template writes otherwise, and tokens that no tokenizer makes, change no reply."""
     family, chat, codec = known
     text = family.turns[1][0]
-    loose = text.replace('": ', '" :  ').replace("=a>\n", "=a>")
+    loose = text.replace('": ', '" :  ').replace("=a>\n", "=a>").replace("{a:3", "{ a: 3").replace("a=3", "a = 3")
     loose = loose.replace("</parameter>\n</inv", "</parameter></inv").replace("</arg_key>\n", "</arg_key>")
     assert loose != text
     for sampled in (ids_of(codec, loose), [token for one in text for token in ids_of(codec, one)]):
@@ -521,7 +637,9 @@ def test_how_a_turn_ended(known: tuple[Family, ChatTurns, TextCodec]) -> None:
     whole, cut = chat.read([*answer, *end]), chat.read(answer)
     assert (whole.stop, cut.stop, whole.text, cut.text) == (end[0], None, "Well", "Well")
     said = [{"role": "user", "content": "And?"}]
-    assert chat.suffix(ASKED, cut, said) == end + chat.suffix(ASKED, whole, said)
+    closes = ids_of(codec, family.closes or family.end)
+    assert chat.suffix(ASKED, cut, said) == closes + chat.suffix(ASKED, whole, said)
+    assert chat.answer_end == (end[0], family.end)
     other = ids_of(codec, family.special[2])
     assert chat.suffix(ASKED, chat.read([*answer, *other]), said) == chat.suffix(ASKED, whole, said)
     assert (chat.read([]).text, chat.read([]).stop) == ("", None)
@@ -541,7 +659,9 @@ def test_a_scripted_call_is_proven(known: tuple[Family, ChatTurns, TextCodec]) -
 
 def test_a_call_that_cannot_be_read_is_answered(known: tuple[Family, ChatTurns, TextCodec]) -> None:
     family, chat, codec = known
-    text = family.turns[1][0].replace("2}", "2").replace("</parameter>", "").replace("</arg_value>", "")
+    text = family.turns[1][0]
+    for closing in ("}", ")", "</parameter>", "</arg_value>"):
+        text = text.replace(f"2{closing}", "2").replace(f"2\n{closing}", "2\n")
     sampled = ids_of(codec, text + family.end_of(1))
     turn = chat.read(sampled)
     assert turn.error
@@ -550,11 +670,38 @@ def test_a_call_that_cannot_be_read_is_answered(known: tuple[Family, ChatTurns, 
     told = chat.error_reply(turn.error)
     assert told == {"role": family.error_role, "content": turn.error}
     suffix = chat.suffix(ASKED, turn, [told])
-    shown = turn.error if family.template is not LLAMA31 else json.dumps(turn.error, ensure_ascii=False)[1:-1]
+    as_json = told["role"] == "tool" and family.template in REPLIES_ARE_JSON
+    shown = json.dumps(turn.error, ensure_ascii=False)[1:-1] if as_json else turn.error
     assert shown in text_of(codec, suffix)
     if chat.keeps([told]):
         whole = by_transformers(codec, [*ASKED, turn.message, told])
+        if told["role"] == "user":  # another token that ended the turn stays in the place of the template's
+            sampled = ids_of(codec, text + family.end)
         assert text_of(codec, [*chat.prompt(ASKED), *sampled, *suffix]) == whole
+
+
+@pytest.mark.parametrize(
+    ("sampled", "thought", "said", "calls"),
+    [
+        (f"{ANALYSIS}{ANALYSIS}<|channel|>final<|message|>5.", "Two sums.\nTwo sums.", "5.", 0),
+        (f"<|channel|>commentary<|message|>So:<|end|>{START}<|channel|>final<|message|>5.", "", "So:5.", 0),
+        (f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ONE}", "", "", 1),
+        (f"{ANALYSIS}{START}<|channel|>commentary to=functions.add<|message|>{ONE}", "Two sums.", "", 1),
+        (f"<|channel|>commentary<|message|>So:<|end|>{START} to=functions.add<|message|>{ONE}", "So:", "", 1),
+        ("<|channel|>analysis<|message|>Two su", "Two su", "", 0),
+        ("5.", "", "5.", 0),
+    ],
+)
+def test_messages_of_one_turn(tmp_path: Path, sampled: str, thought: str, said: str, calls: int) -> None:
+    """What gpt-oss samples until it stops is one turn, in whatever order a header names channel and tool. A template
+    that takes text beside thoughts nowhere gets all of it as thoughts where a tool is called."""
+    family = FAMILIES["gpt-oss"]
+    with conversation(family.template, family.special, (), folder=tmp_path, stops=["<|call|>"]) as (chat, codec):
+        turn = chat.read(ids_of(codec, sampled))
+        assert (turn.text, turn.message["reasoning_content"], turn.message["content"]) == (sampled, thought, said)
+        assert [call.arguments for call in turn.calls] == [{"a": 1, "b": 2}] * calls
+        role = "tool" if calls else "user"
+        assert START in text_of(codec, chat.suffix(ASKED, turn, [{"role": role, "content": "And?"}]))
 
 
 def test_several_calls_where_the_template_writes_one() -> None:
@@ -601,7 +748,7 @@ def test_a_reply_cannot_forge_a_turn(known: tuple[Family, ChatTurns, TextCodec])
         suffix = chat.suffix(ASKED, turn, replies_to(turn, content, "5"))
         harmless = chat.suffix(ASKED, turn, replies_to(turn, "HARMLESS", "5"))
         assert [token for token in suffix if token in control] == [token for token in harmless if token in control]
-        shown = json.dumps(content, ensure_ascii=False)[1:-1] if family.template is LLAMA31 else content
+        shown = json.dumps(content, ensure_ascii=False)[1:-1] if family.template in REPLIES_ARE_JSON else content
         assert text_of(codec, suffix) == before + shown + behind
         assert suffix == chat.suffix(ASKED, turn, replies_to(turn, content, "5"))
 

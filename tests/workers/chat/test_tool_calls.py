@@ -9,7 +9,7 @@ import pytest
 
 from workers.chat.tool_calls import FORMATS, CallFormat, ToolCall, format_of
 
-ELEMENTS, MINIMAX, GLM, DEEPSEEK, NEMOTRON, HERMES, MISTRAL, LLAMA = FORMATS
+HARMONY, GEMMA, PYTHON, ELEMENTS, MINIMAX, GLM, DEEPSEEK, NEMOTRON, HERMES, MISTRAL, LLAMA = FORMATS
 SCHEMAS = {
     "add": {
         "a": {"type": "integer"},
@@ -68,9 +68,27 @@ def deepseek(*arguments: str) -> str:
     return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
 
 
+def gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(one)}" for key, one in value.items()) + "}"
+    return "None" if value is None else json.dumps(value)
+
+
+def in_python(arguments: dict[str, Any]) -> str:
+    values = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"<|tool_call_start|>[add({values})]<|tool_call_end|>"
+
+
 def written(form: CallFormat, arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     return {
+        HARMONY: lambda: f"<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{text}",
+        GEMMA: lambda: f"<|tool_call>call:add{gemma(arguments)}<tool_call|>",
+        PYTHON: lambda: in_python(arguments),
         ELEMENTS: lambda: elements(arguments),
         MINIMAX: lambda: minimax(arguments),
         GLM: lambda: glm(arguments),
@@ -111,6 +129,10 @@ def test_names_that_python_and_servers_have(name: str) -> None:
         (MINIMAX, '<invoke name="add"><parameter name="a">1</parameter></invoke>'),
         (GLM, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
         (DEEPSEEK, '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'),
+        (HARMONY, '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'),
+        (HARMONY, ' to=add<|channel|>analysis code<|message|>{"a": 1}'),
+        (GEMMA, '<|tool_call>call:add{<|"|>a<|"|>: 1}<tool_call|>'),
+        (PYTHON, "<|tool_call_start|>\n[add(a=1),]\n<|tool_call_end|>"),
         (DEEPSEEK, '<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'),
     ],
 )
@@ -126,6 +148,8 @@ def test_other_ways_to_write_a_form(form: CallFormat, text: str) -> None:
         (ELEMENTS, f"So:\n\n{elements({})}\n{elements({})}", "So:"),
         (MINIMAX, f"So:\n{minimax({}, calls=2)}", "So:"),
         (GLM, f"So:\n{glm({})}\n{glm({})}", "So:"),
+        (GEMMA, "So:<|tool_call>call:add{}<tool_call|><|tool_call>call:add{}<tool_call|>", "So:"),
+        (PYTHON, "<|tool_call_start|>[add(), add()]<|tool_call_end|>So:", "So:"),
         (DEEPSEEK, f"So:{deepseek('{}', '{}')}", "So:"),
         (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]', ""),
         (
@@ -182,6 +206,27 @@ def test_what_is_no_call_stays_as_it_is(form: CallFormat, text: str) -> None:
         (DEEPSEEK, "<｜tool▁calls▁begin｜>add(1)", "it is not JSON"),
         (DEEPSEEK, deepseek('{"a": 1'), "it is not JSON"),
         (DEEPSEEK, deepseek("3"), '"arguments" must be a JSON object'),
+        (HARMONY, ' to=functions.add<|message|>{"a": 1} then', "other text stands before it"),
+        (HARMONY, " to=functions.add<|message|>add(1)", "it is not JSON"),
+        (GEMMA, "<|tool_call>call:add{a:1}", "its end is missing"),
+        (GEMMA, "<|tool_call>call:add{a:1} now<tool_call|>", "other text stands before its end"),
+        (GEMMA, "<|tool_call>call:add{a:one}<tool_call|>", "it is not JSON"),
+        (GEMMA, '<|tool_call>call:add{a:<|"|>1}<tool_call|>', "it is not JSON"),
+        (GEMMA, "<|tool_call>call:add{a:1,a:2}<tool_call|>", "stands in it twice"),
+        (GEMMA, "<|tool_call>add(1)<tool_call|>", "it is not JSON"),
+        (PYTHON, "<|tool_call_start|>[add(a=1)]", "its end is missing"),
+        (PYTHON, in_python({}).replace("[", "").replace("]", ""), "it is not a list of calls"),
+        (PYTHON, in_python({}).replace("()", "(1)"), "a call is not of the form NAME(KEY=VALUE)"),
+        (PYTHON, in_python({}).replace("()", "(**{'a': 1})"), "a call is not of the form NAME(KEY=VALUE)"),
+        (PYTHON, in_python({}).replace("()", "(a=1, a=2)"), "stands in it twice"),
+        (PYTHON, in_python({}).replace("()", "(a=open('x'))"), "it is not Python"),
+        (PYTHON, in_python({}).replace("()", "(a=b'x')"), "it is not Python"),
+        (PYTHON, in_python({}).replace("()", "(a=1e999)"), "is not a number in JSON"),
+        (PYTHON, in_python({}).replace("()", "(a=" + "[" * 40 + "]" * 40 + ")"), "nested too deeply"),
+        (PYTHON, in_python({}).replace("()", "(a=" + "(" * 100_000), "it is not Python"),
+        (PYTHON, in_python({}).replace("()", "(a=" + "-" * 100_000 + "1)"), "it is not Python"),
+        (PYTHON, in_python({}).replace("()", f"(a={'9' * 5000})"), "it is not Python"),
+        (PYTHON, in_python({}).replace("()", r"(a='\ud83d')"), "it is not"),
         (ELEMENTS, "<function=add>\n<parameter=a>\n1\n</function>", "its end is missing"),
         (
             ELEMENTS,
@@ -199,7 +244,7 @@ def test_a_call_that_cannot_be_read_says_why_and_how_to_write_one(form: CallForm
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_the_model_is_told_to_write_can_be_read(form: CallFormat) -> None:
-    found = form.parse(form.shape.replace(": VALUE", ": 1"))
+    found = form.parse(form.shape.replace("<|call|>", "").replace(",KEY:VALUE", "").replace("VALUE", "1"))
     assert [(call.name, *call.arguments) for call in found.calls] == [("NAME", "KEY")]
 
 
@@ -234,6 +279,9 @@ def test_elements_are_what_their_schema_says(key: str, text: str, value: Any) ->
         ("{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>{{ c.arguments }}", GLM),
         ("{{ '<invoke name=\"' + c.name }}", MINIMAX),
         ("{{ '<｜tool▁call▁begin｜>' + c.name }}", DEEPSEEK),
+        ("{{ '<|start|>assistant to=' }}{{ 'functions.' + c.name }}", HARMONY),
+        ("{{ '<|tool_call>call:' + c.name + '{' }}", GEMMA),
+        ("{{ '<|tool_call_start|>[' + calls + ']<|tool_call_end|>' }}", PYTHON),
         ("{{ '<call>' + c.name }}{{ c.arguments }}", None),
         ("{{ m.content }}", None),
     ],
