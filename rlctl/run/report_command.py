@@ -15,7 +15,7 @@ from rlctl.run.run_dir import FULL
 from rlctl.run.run_lock import owner_of
 from rlctl.show.report import render
 from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
-from rlctl.show.report_page import write_page
+from rlctl.show.report_page import replaceable, write_page
 from rlctl.show.screen import progress_screen
 from rlctl.show.text_format import columns
 from specs.errors import RlctlError, RunDirError, UsageError
@@ -53,18 +53,23 @@ class RunningReport:
 
 
 def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False) -> Path:
-    """Write the page, say where it is, and return that. Raises UsageError, or RunDirError where one is no run."""
+    """Write the page, say where it is, and return that. Raises UsageError, also where a file stands there that is no
+    such page, or RunDirError where one is no run."""
     for run_dir in run_dirs:
         if not (run_dir / "resolved.json").is_file():
             raise RunDirError(f"{run_dir} is not a run directory", hint="name folders that `rlctl train` made")
+    target = out or (run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("comparison.html"))
+    if target.is_file() and not replaceable(target):
+        hint = "name another file with --out, or move this one away"
+        raise UsageError(f"{target} is there, and is no page that rlctl wrote", hint=hint)
     screen, goes_on, tables = progress_screen(as_json=as_json), "", []
     if len(run_dirs) == 1:
         (run_dir,) = run_dirs
-        target, running = out or run_dir / "report.html", bool(owner_of(run_dir))
+        running = bool(owner_of(run_dir))
         refused = write_page(target, render(run_dir, running=running, target=target))
         goes_on = "; the run is not over" + ("" if out else ", and writes it again") if running else ""
     else:
-        target, runs = out or Path("comparison.html"), read_runs(run_dirs)
+        runs = read_runs(run_dirs)
         for headings, rows in (finals(runs), differences(runs)):
             if rows:
                 tables.append([dict(zip(headings, row, strict=True)) for row in rows])

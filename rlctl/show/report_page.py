@@ -25,6 +25,7 @@ POLICY = (
     f"content=\"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'\">"
 )
+SIGNATURE = " · rlctl</title>"  # of every page, soon after its beginning
 
 
 def page(title: str, body: str, *, refresh_s: int = 0) -> str:
@@ -32,7 +33,7 @@ def page(title: str, body: str, *, refresh_s: int = 0) -> str:
     does so while no chart is zoomed, no samples are picked and no text is selected."""
     head = f'<meta charset="utf-8">{POLICY}<meta name="viewport" content="width=device-width">'
     head += f'<noscript><meta http-equiv="refresh" content="{refresh_s}"></noscript>' if refresh_s else ""
-    head += f"<title>{html(title)} · rlctl</title><style>{STYLE}</style>"
+    head += f"<title>{html(title)}{SIGNATURE}<style>{STYLE}</style>"
     about = f' data-refresh="{refresh_s}"' if refresh_s else ""
     inside = f"{body}<script>{SCRIPT}</script>"
     return f"<!doctype html><html lang=en><head>{head}</head><body{about}>{inside}</body></html>\n"
@@ -60,6 +61,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def note(text: str) -> str:
     return f'<p class="note">{html(text)}</p>'
+
+
+def replaceable(file: Path) -> bool:
+    """Tell whether nothing but a page is lost with a file: it is one, or empty."""
+    with contextlib.suppress(OSError), file.open("rb") as held:
+        return SIGNATURE.encode() in (head := held.read(1 << 16)) or not head
+    return False
 
 
 def write_page(target: Path, text: str) -> OSError | None:

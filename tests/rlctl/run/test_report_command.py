@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.cli import main
 from rlctl.run import report_command
 from rlctl.run.report_command import RunningReport
 from rlctl.run.run_lock import RunLock
@@ -49,3 +50,18 @@ def test_a_page_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     for out in (page / "x.html", tmp_path, Path()):
         with pytest.raises(UsageError, match="cannot be written: "):
             report_command.report([tmp_path], out)
+
+
+def test_a_page_replaces_pages_and_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in (runs := [tmp_path / "one", tmp_path / "two"]):
+        run.mkdir()
+        (run / "resolved.json").write_text("{}")
+    (page := tmp_path / "page.html").touch()
+    assert main(["report", *map(str, runs), "--out", str(page)]) == 0
+    assert main(["report", str(runs[0]), "--out", str(page)]) == 0
+    assert "<h1>one</h1>" in page.read_text()
+    (spec := tmp_path / "spec.toml").write_text("schema = 1")
+    for chosen in (runs, runs[:1]):
+        assert main(["report", *map(str, chosen), "--out", str(spec)]) == 2
+    assert spec.read_text() == "schema = 1"
+    assert "--out" in capsys.readouterr().err
