@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlctl.show.charts import drawable
 from rlctl.show.metrics_file import each_sample
 from rlctl.show.report_page import note
-from rlctl.show.text_format import html, number
+from rlctl.show.text_format import counted, html, number
 from specs.errors import RunDirError
 
 TEXT_SHOWN = 600  # characters of a prompt or a completion
@@ -37,7 +38,13 @@ def _section(title: str, samples: Sequence[dict[str, Any]]) -> str:
         for choice in CHOICES
     )
     head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    table = f"<div class=wide><table><tr>{head}</tr>{''.join(map(_row, samples))}</table></div>"
+    rows = list[str]()
+    for sample in samples:
+        with suppress(AttributeError, LookupError, OverflowError, TypeError, ValueError):  # not as rlctl writes it
+            rows.append(_row(sample))
+    odd = len(samples) - len(rows)
+    left_out = note(f"left out, for they have not the form of samples: {counted(odd, 'line')}") if odd else ""
+    table = f"<div class=wide><table><tr>{head}</tr>{''.join(rows)}</table></div>{left_out}"
     return f"<section><h2>{html(title)}</h2><form autocomplete=off>{inputs}{table}</form></section>"
 
 

@@ -411,6 +411,15 @@ def test_a_long_episode_is_cut_as_other_samples_are(tmp_path: Path) -> None:
     assert " …</pre>" in page
 
 
+def test_lines_that_are_no_samples_are_left_out_and_counted(tmp_path: Path) -> None:
+    odd = [{"pieces": [{}, 1]}, {"pieces": [{}, {}]}, {"requests": [1]}, {"requests": [{}]}, {"terms": [10**400]}]
+    lines = [*odd, [], 7, None, "a", {}, {"step": 1, "completion": "sound"}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, text = page_of(tmp_path)
+    assert "sound" in text
+    assert "5 lines" in text
+
+
 def test_a_page_takes_no_more_memory_than_the_samples_on_it(tmp_path: Path) -> None:
     line = json.dumps({"step": 1, "name": "held", "prompt": "p" * 2000, "completion": "c" * 2000, "reward": 1.0}) + "\n"
     (tmp_path / "eval.jsonl").write_text(4000 * line)
