@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_end(path: Path, share: float) -> list[dict[str, Any]]:
     """Return the last line behind the last one with an evaluation; where there is none, the last `share` of all. No
-    other line is decoded: there may be many, in many runs. A damaged one is left out. Raises RunDirError."""
+    other line is decoded: there may be many, in many runs. In place of a damaged one counts the one before. Raises
+    RunDirError."""
     lines = _lines(path)[0]
-    chosen = [line for line in lines if b'"eval/' in line][-1:]
-    chosen += [line for line in lines[-1 if chosen else -max(1, round(share * len(lines))) :] if line not in chosen]
-    records = filter(None, map(object_of, chosen))
-    return [record for record in records if isinstance(record.get("step"), int)]
+    evaluated = _last([line for line in lines if b'"eval/' in line], 1)
+    steps = _last(lines, 1 if evaluated else max(1, round(share * len(lines))))
+    return [*(record for record in evaluated if record not in steps), *steps]
+
+
+def _last(lines: Sequence[bytes], most: int) -> list[dict[str, Any]]:
+    """Return the last records of steps, in order."""
+    records = (record for line in reversed(lines) if isinstance((record := object_of(line) or {}).get("step"), int))
+    return [*islice(records, most)][::-1]
 
 
 def last_values(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -93,6 +93,15 @@ def test_of_a_long_run_the_end_alone_is_decoded(tmp_path: Path, capsys) -> None:
         assert capsys.readouterr().out.splitlines()[1].split()[3:5] == ["20/20", reward]
 
 
+def test_before_a_damaged_last_line_counts_the_last_whole_one(tmp_path: Path, capsys) -> None:
+    for name, evaluated in (("a", ""), ("b", '{"step": 2, "eval/held/reward_mean": 0.5}\n{"eval/cut\n')):
+        with (run_in(tmp_path / name, 3) / "metrics.jsonl").open("a") as file:
+            file.write(evaluated + '{"step": 4, "rew\n{"step": 5')
+    runs(tmp_path)
+    shown = [line.split()[3:5] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == [["3/9", "0.300"], ["2/9", "0.500"]]
+
+
 def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no runs"):
         runs(tmp_path)
