@@ -84,7 +84,7 @@ def trained_weights(source: Source) -> list[LazyTensor]:
 
 
 def write_model(source: Source, out: Path, shard_bytes: int, progress: Progress) -> None:
-    """Write safetensors, config, tokenizer and generation config into `out`."""
+    """Write safetensors, config, tokenizer and generation config into `out`. Raises OSError where the disk is full."""
     model = _on_meta(source)
     weights = trained_weights(source)
     _check_fits(model, weights, source.model_path)
@@ -100,7 +100,12 @@ def write_model(source: Source, out: Path, shard_bytes: int, progress: Progress)
     model.save_pretrained(out, state_dict={})  # all files except weights
     published = as_published(model, weights)
     write_folder(out, published, shard_bytes, _counting(published, "writing", progress))
-    tokenizer.save_pretrained(out)
+    try:
+        tokenizer.save_pretrained(out)
+    except Exception:  # the tokenizers library raises bare Exception; on a full disk, writing on raises OSError
+        with (out / "tokenizer.json").open("ab") as file:
+            file.write(bytes(1 << 20))
+        raise
     if source.head == "lm":
         _generation_config(source.model_path, model.config).save_pretrained(out)
 

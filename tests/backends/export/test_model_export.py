@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -220,3 +221,13 @@ def test_a_base_model_under_other_names_is_loaded_once_for_writing_and_once_for_
     _, proof = export(checkpoint)
     assert proof.greedy_tokens > 0
     assert capfd.readouterr().err.count("the whole model is loaded on the host first") == 2
+
+
+def test_a_disk_that_is_full_at_the_tokenizer_is_told_as_at_the_weights(tmp_path: Path) -> None:
+    """What tokenizers raises there has no `errno`."""
+    checkpoint = trained(tmp_path, QWEN2)
+    (out := tmp_path / "out").mkdir()
+    (out / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space") as refused:
+        write_model(Source(checkpoint, str(tmp_path), "fp32", False), out, 10_000, ignore)
+    assert refused.value.errno == errno.ENOSPC
