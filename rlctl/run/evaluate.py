@@ -96,7 +96,11 @@ def evaluate(
     run.journal.note(EVALUATION)
     total = sum(one.samples for one in spec.evaluations)
     try:
-        with explained_disk_errors(run.path), EvalProgress(Path(what).name, total, shown) as progress, journaled(run):
+        with (
+            explained_disk_errors(run.path),
+            EvalProgress(Path(what).name, total, shown) as progress,
+            journaled(run) as pages,
+        ):
             for warning in warnings:
                 progress.warning(str(warning))
             record = _measure(run, plan, checkpoint, progress, first_day(run_dir or run.path))
@@ -113,8 +117,8 @@ def evaluate(
     for one in spec.evaluations:
         if (passes := one.passes(spec.reward_terms)) is not None:
             screen.print(Text(f"{one.name}: {passes.words}"), soft_wrap=True)
-    written = f"completions: {run.evaluations}; " if spec.generates else ""
-    screen.print(Text(f"{written}on a page: {run.path / 'report.html'}"), soft_wrap=True)
+    written = [f"completions: {run.evaluations}"] if spec.generates else []
+    screen.print(Text("; ".join([*written, *(f"on a page: {page}" for page in pages)])), soft_wrap=True)
     return run.path
 
 

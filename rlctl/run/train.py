@@ -109,10 +109,10 @@ def train(
                 for problem in problems:
                     progress.warning(problem)
                 progress.message(f"run directory: {run.path}")
-                with journaled(run):
+                with journaled(run) as pages:
                     attempt(run, plan, progress, resume=resume)
                 reached = max(checkpoints.steps_in(run.checkpoints), default=spec.run.steps)  # may be beyond run.steps
-                progress.message(f"done: {counted(reached, 'step')}; report: {run.path / 'report.html'}")
+                progress.message("; report: ".join([f"done: {counted(reached, 'step')}", *pages]))
         finally:
             run.release()
     return run.path
@@ -127,10 +127,12 @@ def _check_options(resume: bool, accept_changed_files: bool, fork_of: str) -> No
 
 
 @contextmanager
-def journaled(run: RunDir) -> Iterator[None]:
-    """Note how the attempt ends, for the journal and then for the report."""
+def journaled(run: RunDir) -> Iterator[list[str]]:
+    """Note how the attempt ends, for the journal and then for the report; what is yielded then holds the page's path,
+    unless the disk refused it."""
+    page, pages = run.path / "report.html", list[str]()
     try:
-        yield
+        yield pages
     except BaseException as error:
         known = error if isinstance(error, RlctlError) else RlctlError(f"{type(error).__name__}: {error}")
         outcome = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
@@ -140,7 +142,8 @@ def journaled(run: RunDir) -> Iterator[None]:
         run.journal.note("end", outcome="done")
     finally:
         # Where the disk refuses, it is made on the next occasion: the error that a person must see is the run's own.
-        write_page(run.path / "report.html", render(run.path))
+        if write_page(page, render(run.path)) is None:
+            pages.append(str(page))
 
 
 def print_result(run_dir: Path, *, as_json: bool = False) -> None:

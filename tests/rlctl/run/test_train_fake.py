@@ -226,7 +226,12 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     kept = {"step_000003", "step_000006", "torn_step_000006", "step_000009x", "step_000003 (copy)", "backup"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == kept
     assert (run / "samples.jsonl").read_text() == shown
-    assert "done: 6 steps" in finish("train", run, "--resume", *settings("run.steps=2"), **env).stdout
+    assert "report: " in again.stdout
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()  # refused, as on a full disk
+    ended = finish("train", run, "--resume", *settings("run.steps=2"), **env).stdout
+    assert "done: 6 steps" in ended
+    assert "report: " not in ended
 
 
 # ── what can die ──────────────────────────────────────────────────────────────────────────────────
