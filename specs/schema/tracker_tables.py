@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from specs.schema.table import NonEmpty, Table
+from specs.schema.table import NonEmpty, Table, unusable
 
 
 class Tracker(Table):
@@ -56,6 +57,14 @@ class Trackio(Tracker):
     """Space to log to, `owner/name`; empty: `TRACKIO_SPACE_ID`, else this machine."""
 
 
+def _without_password(uri: str) -> str:
+    """Return `uri`, if it may be kept in the run directory. Raises PydanticCustomError."""
+    if re.search(r"://[^/]*:[^/]*@", uri):
+        hint = "take it out and set MLFLOW_TRACKING_USERNAME and _PASSWORD; for a database, set MLFLOW_TRACKING_URI"
+        raise unusable("holds a password, which the run directory would keep", hint)
+    return uri
+
+
 class MLflow(Tracker):
     """A run of MLflow. Its own variables (`MLFLOW_TRACKING_URI`, `MLFLOW_TRACKING_TOKEN`, …) hold."""
 
@@ -64,8 +73,9 @@ class MLflow(Tracker):
     kind: Literal["mlflow"]
     experiment: NonEmpty
     """Experiment that the run appears in; made where it is not there."""
-    tracking_uri: str = ""
-    """Server, or a database such as `sqlite:///mlflow.db`; empty: `MLFLOW_TRACKING_URI`, else MLflow's default."""
+    tracking_uri: Annotated[str, AfterValidator(_without_password)] = ""
+    """Server, or a database such as `sqlite:///mlflow.db`; empty: `MLFLOW_TRACKING_URI`, which may hold a password,
+    else MLflow's default."""
 
 
 TrackerTable = Annotated[TensorBoard | WandB | Trackio | MLflow, Field(discriminator="kind")]

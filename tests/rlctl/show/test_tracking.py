@@ -261,7 +261,8 @@ def test_a_tracker_that_was_left_out_learns_when_python_ends_how_the_run_ended(
 def test_a_password_in_an_address_is_not_shown(tmp_path: Path, calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKERS_FAIL_AT", "mlflow.log_metrics")
     monkeypatch.setenv("TRACKERS_FAIL_WITH", "API request to http://me:secret@server:5000/api failed: me@here")
-    said = run(spec_with({**MLFLOW, "tracking_uri": "http://me:secret@server:5000"}), tmp_path, range(1, 2))
+    monkeypatch.setattr("mlflow.get_tracking_uri", lambda: "http://me:secret@server:5000")
+    said = run(spec_with(MLFLOW), tmp_path, range(1, 2))
     assert said == [
         "mlflow: run run1 of experiment mine at http://server:5000",
         "mlflow takes no more metrics from step 1 on: API request to http://server:5000/api failed: me@here",
