@@ -143,6 +143,8 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
         # The worker keeps the place of each request that waits, and `score` needs another one.
         "max_num_seqs": table.max_sequences + 1,
         "max_num_active_seqs": table.max_sequences,
+        # Of a step, where each sequence has one; vLLM's own number, 4096 or more, is less than so many need.
+        "max_num_batched_tokens": max(16_384, table.max_sequences, most) + 1 if table.max_sequences >= 4096 else None,
         # vLLM's CPU kernels do not give the states inside a prompt that its cache wants.
         "enable_prefix_caching": table.prefix_caching and not (on_cpu and model.carries_state),
         "enforce_eager": on_cpu if table.enforce_eager is None else table.enforce_eager,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +121,16 @@ def test_prompts_beyond_what_a_step_of_vllm_takes(engine: RemoteVllm, reference:
     inside = batch["loss_mask_T"] == 1
     want_T = reference.logprobs(batch, 1.0)
     np.testing.assert_allclose(batch["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+
+
+def test_more_sequences_than_a_step_of_vllm_takes_by_itself() -> None:
+    with closing(VllmProcess()) as process:
+        engine = RemoteVllm(process, rollout_config(shared_folder(), "vllm", max_sequences=5000))
+        give_weights(engine)
+        prompts = batch_of(list(np.full((4500, 3), 7)), np.arange(4500), np.arange(4500))
+        parts: list[Batch] = []
+        engine.generate(prompts, Sampling(seed=5, max_response_tokens=3), parts.append)
+        assert sum(map(len, parts)) == 4500
 
 
 def test_what_was_built(engine: RemoteVllm, reference: Reference) -> None:
