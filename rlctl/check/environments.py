@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlctl.check.own_functions import offline_environment, readable_rows
+from rlctl.check.own_functions import readable_rows, run_offline
 from rlctl.models.paths import model_folder
 from rlctl.preflight.interpreters import own_path
 from rlctl.processes.role_configs import build_bodies
@@ -28,15 +27,12 @@ from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from workers.data.conversations import BadRow
 from workers.data.prompts import RowReader, as_json
-from workers.watchdog import kill_marked
 
 START_TIMEOUT_S = 120.0  # as in a run
 _MORE_S = 60.0  # for what is imported, and the tokenizer
 _CALLS = 4  # of an environment: reset, a turn, and its end
 _AGENT_S = 90.0  # for a program that is an agent
 _ROWS = 256  # among which each environment finds one of its own
-_MARK = "RLCTL_CHECK"
-_KILL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -126,10 +122,8 @@ def _rows(spec: RlSpec, spec_dir: Path, sections: Mapping[str, EnvironmentSectio
 
 def _ask(spec: RlSpec, spec_dir: Path, request: dict[str, Any], wanted: Collection[str]) -> list[dict[str, Any]]:
     """Return what the process that tries them found of each. It ends with all that it started."""
-    mark = secrets.token_hex(8)
     python = own_path(spec.grading, spec_dir) or sys.executable
-    env = offline_environment(spec.grading.env)
-    env |= {_MARK: mark, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**spec.grading.env, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     limits_s = (
         START_TIMEOUT_S + _CALLS * one.call_timeout_s + _AGENT_S * bool(one.command) for one in spec.environments
     )
@@ -139,17 +133,13 @@ def _ask(spec: RlSpec, spec_dir: Path, request: dict[str, Any], wanted: Collecti
         text = json.dumps({**request, "log": os.path.join(folder, "output.log")})
         command = [python, "-P", "-m", "workers.offline.try_environment"]
         try:
-            done = subprocess.run(
-                command, env=env, input=text.encode(), capture_output=True, timeout=timeout_s, check=False
-            )
+            done = run_offline(command, env, timeout_s, text.encode())
             output, last = done.stdout, done.stderr.decode(errors="replace").strip().splitlines()[-1:]
             why = f"trying it ended the process (status {done.returncode}) {''.join(last)}"
         except subprocess.TimeoutExpired as late:
             output, why = late.stdout or b"", f"trying it took longer than {timeout_s:g} s"
         except OSError as error:
             why = f"cannot be tried with {python}: {error.strerror}"
-        finally:
-            kill_marked(f"{_MARK}={mark}", _KILL_S)
     replies = {one["key"]: one for one in map(json.loads, output.splitlines())}
     silent = next((key for key in wanted if key not in replies), None)
     if silent is not None:

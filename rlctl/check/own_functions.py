@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,12 @@ from workers.data.row_source import DataRow, read_rows
 from workers.grading.pool import GraderPool
 from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.terms import GradeRequest, Setting
+from workers.watchdog import kill_marked
 
 IMPORT_TIMEOUT_S = 120.0  # as in a run
 TIMEOUT_S = 60.0  # torch is imported for a loss
+_MARK = "RLCTL_CHECK"
+_KILL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,18 @@ def call_functions(
     return with_values(spec, errors), with_values(spec, warnings), calls
 
 
-def offline_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process that tries code of the user's: those of this one, and a role's own."""
-    env = {**{name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")}, **own}
+def run_offline(
+    command: Sequence[str], own: Mapping[str, str], timeout_s: float, given: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a process that tries code of the user's, with the variables of this one and a role's own; all that it started
+    ends with it. Raises TimeoutExpired or OSError."""
+    mark = secrets.token_hex(8)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | {**own, _MARK: mark}
     env["PYTHONPATH"] = package_path(env.get("PYTHONPATH", ""))
-    return env
+    try:
+        return subprocess.run(command, env=env, input=given, capture_output=True, timeout=timeout_s, check=False)
+    finally:
+        kill_marked(f"{_MARK}={mark}", _KILL_S)
 
 
 # ── an advantage, a loss ──────────────────────────────────────────────────────────────────────────
@@ -99,12 +110,12 @@ def offline_environment(own: Mapping[str, str]) -> dict[str, str]:
 
 def _wrong(actor: LearningRole, spec_dir: Path, which: str, path: str) -> tuple[str, str] | None:
     """Return what is wrong with it, and a hint."""
-    env = offline_environment(actor.env if which == "loss" else {})
+    env = actor.env if which == "loss" else {}
     python = (own_path(actor, spec_dir) if which == "loss" else "") or sys.executable
     file = str(spec_dir / Path(path).expanduser())
     command = [python, "-B", "-P", "-m", "workers.offline.call_own_function", which, file]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S, check=False)
+        done = run_offline(command, env, TIMEOUT_S)
         reply = json.loads(done.stdout.splitlines()[-1])
         return (reply["error"], reply["hint"]) if reply else None
     except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from local_run import local_run
+from process_ends import ended
 from running import preset
 
 from backends.train.own_loss import try_loss
@@ -35,6 +36,12 @@ def short(score_R, group_R, tokens_R):
 
 def nan(score_R, group_R, tokens_R):
     return (score_R - 1) / np.where(score_R == 1, 0.0, 1.0)
+
+def hangs(score_R, group_R, tokens_R):
+    import subprocess, time
+    for apart in (False, True):
+        print(subprocess.Popen(["sleep", "600"], start_new_session=apart).pid, file=open("pids", "a"))
+    time.sleep(600)
 
 def leaves(score_R, group_R, tokens_R):
     os._exit(3)
@@ -73,6 +80,17 @@ def test_what_cannot_be_used_is_refused_with_its_key(file: Path, key: str, path:
     assert found.key == f"algorithm.{key}_function"
     assert words in found.message
     assert found.hint
+
+
+def test_one_that_hangs_ends_with_all_that_it_started(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.check.own_functions.TIMEOUT_S", 5.0)
+    monkeypatch.chdir(tmp_path)
+    (found,) = examine(file, ["algorithm.advantage_function=bad.py:hangs"]).problems
+    assert "does not end within 5 s" in found.message
+    pids = (tmp_path / "pids").read_text().split()
+    assert [ended(int(pid)) for pid in pids] == [True, True]
 
 
 @pytest.mark.parametrize(
