@@ -223,6 +223,6 @@ def test_a_sweep_that_is_killed_takes_its_runs_with_it(spec: Path, tmp_path: Pat
             sweep(spec, ["run.seed=0,1"], tmp_path / "out", jobs=1, dry_run=False)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     wait_for(lambda: not workers_of(run) and not owner_of(run), 90, "the end of the run")
     assert list((run / "checkpoints").iterdir()), "its last step is saved"
