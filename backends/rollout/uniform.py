@@ -16,16 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.sample_requests import SampleRequest
-
-_STRIDE = np.uint64(0x9E3779B97F4A7C15)
-_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_B = np.uint64(0x94D049BB133111EB)
+from specs.splitmix64 import GOLDEN, mix
 
 
 def sample_keys(seed: int | NDArray[np.int64], id_B: NDArray[np.int64]) -> NDArray[np.uint64]:
     """One key per sample id (any int64), for `uniform`. `seed`: of all, or of each."""
-    seed_key = _mix(np.atleast_1d(np.asarray(seed, dtype=np.int64)).view(np.uint64) + _STRIDE)
-    return _mix(_mix(id_B.astype(np.int64).view(np.uint64) + _STRIDE) + seed_key * _STRIDE)
+    seed_key = mix(np.atleast_1d(np.asarray(seed, dtype=np.int64)).view(np.uint64) + GOLDEN)
+    return mix(mix(id_B.astype(np.int64).view(np.uint64) + GOLDEN) + seed_key * GOLDEN)
 
 
 def request_keys(requests: Sequence[SampleRequest]) -> NDArray[np.uint64]:
@@ -39,7 +36,7 @@ def request_seeds(requests: Sequence[SampleRequest]) -> list[int]:
     turn of a sample. Such an engine's draws do not continue where the last call ended; they start over, elsewhere."""
     key_B = request_keys(requests)
     position_B = np.array([request.position for request in requests], dtype=np.int64)
-    turn_B = _mix(key_B + position_B.view(np.uint64) * _STRIDE)
+    turn_B = mix(key_B + position_B.view(np.uint64) * GOLDEN)
     seeds: list[int] = (np.where(position_B > 0, turn_B, key_B) >> np.uint64(1)).tolist()
     return seeds
 
@@ -49,11 +46,5 @@ def uniform(key_B: NDArray[np.uint64], position_B: NDArray[np.int64]) -> NDArray
 
     52 and not 53, so that `u * total < total` holds for every float64 `total` after rounding.
     """
-    bits = _mix(key_B + (position_B.view(np.uint64) + np.uint64(1)) * _STRIDE)
+    bits = mix(key_B + (position_B.view(np.uint64) + np.uint64(1)) * GOLDEN)
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * _MIX_A
-    x = (x ^ (x >> np.uint64(27))) * _MIX_B
-    return x ^ (x >> np.uint64(31))

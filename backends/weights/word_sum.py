@@ -31,17 +31,16 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.protocol import WeightSpec
 from backends.weights.checksum import hashing
 from backends.weights.tensor_bytes import torch_dtype, typed
+from specs.splitmix64 import GOLDEN, mix
 
 _BLOCK_BITS = 16
 BLOCK_WORDS = 1 << _BLOCK_BITS
 _BLOCKS, _GPU_BLOCKS = 16, 128  # at once: products of 8 MiB, which a cache holds; of 64 MiB, for a GPU few kernels
-_ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 _LOW_SEED, _HIGH_SEED = 1, 2
 _TWO_64 = 1 << 64
 
@@ -89,7 +88,7 @@ def read_totals(totals: Sequence[Tensor]) -> list[int]:
 
 def finish(total: int, nbytes: int) -> str:
     """The checksum of a weight of `nbytes` bytes with this `total`, 16 hex digits."""
-    return f"{int(_mix(np.array([(total + nbytes * _ODD) % _TWO_64], dtype=np.uint64))[0]):016x}"
+    return f"{int(mix(np.array([(total + nbytes * int(GOLDEN)) % _TWO_64], dtype=np.uint64))[0]):016x}"
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -154,13 +153,5 @@ def _high(device: torch.device, count: int) -> Tensor:
 
 def _drawn(seed: int, count: int) -> Tensor:
     """The first `count` odd numbers of a stream."""
-    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_ODD) + np.uint64(seed)
-    return torch.from_numpy((_mix(state) | np.uint64(1)).view(np.int64))
-
-
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of splitmix64, a bijection."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = state ^ (state >> np.uint64(31))
-    return mixed
+    state = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN + np.uint64(seed)
+    return torch.from_numpy((mix(state) | np.uint64(1)).view(np.int64))

@@ -20,6 +20,7 @@ from backends.hf.tokenizer import TextCodec, pad_token_of
 from specs.errors import DataError
 from specs.schema.rows import RowSet
 from specs.schema.sections import DataSection
+from specs.splitmix64 import GOLDEN, mix
 from specs.wire.batch import Column
 from specs.wire.messages import ROW_COLUMNS
 from specs.wire.role_config import DataConfig, RowsConfig
@@ -48,16 +49,9 @@ def scattered(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     Not numpy's shuffle, which may change between versions: a resumed run must draw the same prompts.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
-    start = _splitmix64(key[:1] * np.uint64(0xD1342543DE82EF95) + _splitmix64(key[1:]))
+    start = mix(key[:1] * np.uint64(0xD1342543DE82EF95) + mix(key[1:] + GOLDEN) + GOLDEN)
     indices: NDArray[np.uint64] = np.arange(count, dtype=np.uint64)
-    return np.argsort(_splitmix64(start + indices), kind="stable").astype(np.int64)
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)  # uint64 arrays wrap around silently, which is intended
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return np.argsort(mix(start + indices + GOLDEN), kind="stable").astype(np.int64)
 
 
 @dataclass
