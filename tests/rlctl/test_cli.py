@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import running
+from running import listing
 
 from rlctl.cli import main
 
@@ -57,10 +58,6 @@ def test_ctrl_c_while_pydantic_builds_validators_is_no_fault_of_ours(tmp_path: P
     command = [sys.executable, "-c", code, "runs"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
-def listing(folder: Path) -> dict[str, float]:
-    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
 def test_init_writes_a_spec_that_passes_and_never_overwrites(tmp_path: Path) -> None:

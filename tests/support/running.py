@@ -48,6 +48,11 @@ def finish(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str
     return done
 
 
+def train(spec: Path, run: Path, *options: str | Path) -> str:
+    """Train to the end; return what was printed."""
+    return finish("train", spec, "--run-dir", run, *options).stdout
+
+
 def settings(*pairs: str) -> tuple[str, ...]:
     """Return `--set` for each."""
     return tuple(word for pair in pairs for word in ("--set", pair))
@@ -81,6 +86,11 @@ def preset(name: str, folder: Path) -> Path:
     path = folder / f"{name}.toml"
     path.write_text((REPO / "specs" / "presets" / f"{name}.toml").read_text())
     return path
+
+
+def listing(folder: Path) -> dict[str, float]:
+    """Return when each file was written: the same, where nothing has been."""
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
 def metrics(run_dir: Path) -> list[dict]:

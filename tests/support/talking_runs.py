@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from running import finish, metrics, settings, warm_rlctl
+from running import metrics, settings, warm_rlctl
 
 CODE = '''
 """Replies that follow from the row and the turn. `plan.json` beside this file says what else happens, once each."""
@@ -145,10 +145,6 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]] = (), nap_s: float = 0
     (folder / "plan.json").write_text(json.dumps({"nap_s": nap_s, **plan, **events}))
     (folder / "talking.toml").write_text(SPEC)
     return folder / "talking.toml"
-
-
-def train(spec: Path, run: Path, *options: str) -> str:
-    return finish("train", spec, "--run-dir", run, *options).stdout
 
 
 def refused(spec: Path, run: Path, *options: str) -> tuple[int, str]:

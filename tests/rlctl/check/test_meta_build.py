@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from optional import VLLM_PYTHON, needs_vllm
-from running import REPO, preset
+from running import REPO, listing, preset
 from sabotage import SUPPORT
 
 from rlctl.cli import main
@@ -40,10 +40,6 @@ def probe(capsys: pytest.CaptureFixture[str], spec: Path, *sets: str, target: st
     code = main(["check-config", str(spec), "--json", "--probe", "--target", target, *options])
     out, err = capsys.readouterr()
     return code, json.loads(out), err
-
-
-def listing(folder: Path) -> dict[str, float]:
-    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
 def test_a_model_of_half_a_billion_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from corpus import write_case
 from process_ends import ended
+from running import listing
 
 from rlctl.check.check_command import check
 from rlctl.check.findings import Findings, examine
@@ -20,10 +21,6 @@ SCORE = "def score(prompt, completion, row): return float(len(completion))\n"
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def listing(folder: Path) -> dict[str, float]:
-    return {str(file): file.stat().st_mtime_ns for file in sorted(folder.rglob("*"))}
 
 
 def found_of(folder: Path, code: str, **sets: Any) -> Findings:

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import metrics, settings, trained
-from talking_runs import TORCH, counted, refused, spoken, train, write
+from running import metrics, settings, train, trained
+from talking_runs import TORCH, counted, refused, spoken, write
 
 from specs.schema.environment import STOP_REASONS
 

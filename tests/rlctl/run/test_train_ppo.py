@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from local_run import local_run
-from running import finish, metrics, preset, settings, trained
+from running import finish, metrics, preset, settings, train, trained
 
 PPO = settings("algorithm.kind=ppo", "algorithm.mini_batches_per_step=2")
 FOUR = (
@@ -16,10 +16,6 @@ FOUR = (
     *settings("algorithm.value_clip=0.2", "algorithm.kl_coef=0.1"),
     *settings('critic={engine={kind="fake"}, optimizer={lr=0.1}}'),
 )
-
-
-def train(spec, run, *options):
-    return finish("train", spec, "--run-dir", run, *options)
 
 
 def learned(run):
@@ -50,7 +46,7 @@ def test_four_steps_are_two_and_two(four, tmp_path):
     shutil.copytree(run, copy)
     for step in (3, 4):
         shutil.rmtree(copy / "checkpoints" / f"step_{step:06d}")
-    assert "step_000002" in train(spec, copy, *FOUR, "--resume", "--set", 'run.colocate="always"').stdout
+    assert "step_000002" in train(spec, copy, *FOUR, "--resume", "--set", 'run.colocate="always"')
     assert learned(copy) == learned(run)
     assert {"mem/critic_offloaded_GiB", "mem/critic_onloaded_GiB", "mem/actor_onloaded_GiB"} <= metrics(copy)[-1].keys()
     assert len(learned(copy)) == 4

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from running import finish, metrics, preset, settings, start, steps_done, trained, trajectory, wait_for, workers_of
+from running import metrics, preset, settings, start, steps_done, train, trained, trajectory, wait_for, workers_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
@@ -17,10 +17,6 @@ SIX = (
     *settings("run.steps=6", "checkpoint.every=3", "algorithm.mini_batches_per_step=2"),
     *settings("eval.every=2", "eval.prompts=8"),
 )
-
-
-def train(spec: Path, run: Path, *options: str) -> str:
-    return finish("train", spec, "--run-dir", run, *options).stdout
 
 
 def drop_last_checkpoint(run: Path, copy: Path) -> Path:
