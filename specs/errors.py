@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from traceback import walk_tb
 
 
 class Cause(StrEnum):
@@ -224,3 +225,11 @@ class Interrupted(RlctlError):
 BAD_INPUT_KINDS = frozenset(
     cls.__name__ for cls in (SpecError, UsageError, DataError, ModelError, RewardError, CheckpointError)
 )
+
+
+def line_in(file: str, error: BaseException) -> int | None:
+    """Return the line of a file in which an error was raised, or is the call that led to it; None for no line of it."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno
+    passed = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return passed[-1] if passed else None

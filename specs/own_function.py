@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specs.errors import RlctlError
+from specs.errors import RlctlError, line_in
 
 ADVANTAGE = "advantage(score_R, group_R, tokens_R)"
 LOSS = "loss(logprob, anchor_logprob, advantage)"
@@ -48,13 +48,7 @@ def load(path: str) -> Callable[..., Any]:
 
 def raised(path: str, error: BaseException, doing: str) -> OwnFunctionError:
     """Describe what the user's code raised, with its line."""
-    file, line = path.rpartition(":")[0], None
-    trace = error.__traceback__
-    while trace is not None:
-        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == file else line
-        trace = trace.tb_next
-    if isinstance(error, SyntaxError) and error.filename == file:
-        line = error.lineno
+    line = line_in(path.rpartition(":")[0], error)
     where = f" in line {line}" if line else ""
     return OwnFunctionError(
         f"{path}: {doing} raised {type(error).__name__}{where}: {error}", hint="repair the function"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.builtin_tasks import gym_entry
-from specs.errors import RewardError
+from specs.errors import RewardError, line_in
 from specs.schema.row_values import gold_answer
 from workers.grading.reward_sources import from_memory
 from workers.grading.signatures import BoundFunction
@@ -193,12 +193,7 @@ def load_module(path: Path, what: str = "reward") -> Any:
 
 def _import_error(path: Path, error: BaseException) -> RewardError:
     """Return the error of a failed import of a file, with the line in it."""
-    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
+    line = line_in(str(path), error)
     where = f"{path}:{line}" if line else str(path)
     why = error.msg if isinstance(error, SyntaxError) else str(error)
     hint = f"run `python {path.name}` in its folder to see the same error"
