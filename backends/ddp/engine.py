@@ -18,10 +18,10 @@ from backends.hf.hf_model import build_model, describe
 from backends.protocol import OnMeta, Rank, Weight
 from backends.train import weight_export
 from backends.train.adamw import gradient_norm, set_steps
-from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, HfTrainEngine
 from backends.train.lm_head import Head
 from backends.train.policy import Policy
-from backends.train.tensor_shards import Shard, whole
+from backends.train.tensor_shards import Shard, TensorKind, whole
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.role_section import DType

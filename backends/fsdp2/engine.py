@@ -18,10 +18,10 @@ from backends.fsdp2.sharding import ShardMesh, allocate, gathering_dtype, shard_
 from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank
 from backends.train.adamw import MOMENTS, gradient_norm, make_adamw, make_state, set_learning_rate, set_steps
-from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, HfTrainEngine
 from backends.train.policy import Policy
 from backends.train.role_group import join_group, pretended_group
-from backends.train.tensor_shards import Shard
+from backends.train.tensor_shards import Shard, TensorKind
 from backends.weights.tensor_bytes import DTYPES, wire_dtype
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.role_section import DType

@@ -33,13 +33,13 @@ from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank
 from backends.train.adamw import set_steps
-from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics, TensorKind
+from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LearningTask, LogprobTask
 from backends.train.policy import Policy, Task, hold_model
 from backends.train.role_group import most_of_any_rank
 from backends.train.score_head import ScoreTask, answer_of
-from backends.train.tensor_shards import Shard, whole
+from backends.train.tensor_shards import Shard, TensorKind, whole
 from backends.train.verify_packing import verify_own_packing
 from backends.ulysses.sequence_group import SequenceGroup
 from backends.weights.tensor_bytes import DTYPES, named_weights

@@ -63,7 +63,7 @@ from backends.train.role_group import (
     pretended_group,
 )
 from backends.train.score_head import ScoreLossTask, ValueColumns, ValueLossTask, ValueTask
-from backends.train.tensor_shards import Shard, ShardReader, write_shards
+from backends.train.tensor_shards import Shard, ShardReader, TensorKind, write_shards
 from backends.train.trainer_state import TrainerState, lr_at
 from backends.train.verify_packing import verify_packing
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
@@ -80,7 +80,6 @@ from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import TrainConfig
 
-TensorKind = tuple[tuple[int, ...], torch.dtype]
 AS_HELD: Mapping[str, torch.dtype] = MappingProxyType({})
 
 # Computed by a rank without work while other ranks still need its parameters; by each for itself.

@@ -23,15 +23,13 @@ from transformers.pytorch_utils import Conv1D
 from backends.hf.adapted_layers import chosen_layers
 from backends.hf.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of, wire_name
 from backends.hf.score_layer import has_score_layer, score_names
-from backends.train.tensor_shards import Shard
+from backends.train.tensor_shards import Shard, TensorKind
 from specs.errors import CheckpointError, ModelError
 from specs.schema.role_section import Lora
 from specs.schema.spec import WeightForm
 
 CONFIG_FILE = "adapter_config.json"
 _FROZEN = ".base_layer.weight"
-
-TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 
 class Adapters:

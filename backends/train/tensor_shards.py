@@ -26,6 +26,8 @@ from specs.errors import CheckpointError
 
 _SHAPES = "rlctl_shapes"
 
+TensorKind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype, of the whole tensor
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -107,7 +109,7 @@ class ShardReader:
         return self.read(name, 0, math.prod(shape)).view(shape)
 
     @torch.no_grad()
-    def load(self, shards: Iterable[Shard], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def load(self, shards: Iterable[Shard], expected: Mapping[str, TensorKind]) -> None:
         """Fill the shards' memory. Before anything is written, the checkpoint must hold exactly the `expected` names,
         with their shapes and dtypes."""
         wrong = sorted(self.shapes.keys() ^ expected.keys())

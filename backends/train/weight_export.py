@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.protocol import Buffer, Weight, WeightSpec
+from backends.train.tensor_shards import TensorKind
 from backends.weights.checksum import Digest, blocks_of
 from backends.weights.host_pieces import pieces_of
 from backends.weights.tensor_bytes import DTYPES, torch_dtype, wire_dtype
@@ -23,7 +24,7 @@ _NOTHING_U: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
 
 @cache
-def spec_of(name: str, kind: tuple[tuple[int, ...], torch.dtype], dtype: DType | None) -> WeightSpec:
+def spec_of(name: str, kind: TensorKind, dtype: DType | None) -> WeightSpec:
     """The wire's view of a tensor of this shape and dtype: floating ones travel as `dtype`, others as they are."""
     shape, own = kind
     sent = DTYPES[dtype] if dtype is not None and own.is_floating_point else own

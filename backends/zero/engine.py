@@ -21,9 +21,9 @@ from backends.packed.row_ops import RowCopies
 from backends.packed.state_layers import state_layers
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_rate, set_steps
-from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, HfTrainEngine
 from backends.train.policy import Policy, Task
-from backends.train.tensor_shards import Shard, whole
+from backends.train.tensor_shards import Shard, TensorKind, whole
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from backends.zero.deepspeed_start import (
     check_keys,
