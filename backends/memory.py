@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-GIB = 2**30
+from specs.memory_parts import GIB
+
 LOOK_EVERY_S = 0.005
 
 

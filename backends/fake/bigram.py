@@ -16,13 +16,12 @@ from safetensors.numpy import load_file
 from backends.protocol import Weight, WeightSpec
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from specs.errors import ModelError
+from specs.memory_parts import DTYPE_BYTES
 from specs.schema.roles import HeadKind
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import ModelConfig
 
 Parameters = dict[str, NDArray[np.float32]]
-ITEM_BYTES = {"fp32": 4, "bf16": 2}
-
 SCORE = "score.weight"
 
 
@@ -145,6 +144,6 @@ class BigramWeight(Weight):
 def weight_specs(vocab_size: int, dtype: str, head: HeadKind = "lm") -> list[WeightSpec]:
     """The stream's specs, in order."""
     return [
-        WeightSpec(name, dtype, shape, int(np.prod(shape)) * ITEM_BYTES[dtype])
+        WeightSpec(name, dtype, shape, int(np.prod(shape)) * DTYPE_BYTES[dtype])
         for name, shape in shapes(vocab_size, head).items()
     ]

@@ -17,6 +17,7 @@ from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape
 from backends.replica_span import ReplicaSpan
 from specs.errors import ModelError, PeerGone, SamplerDied
+from specs.memory_parts import GIB
 from specs.schema.engines.vllm_table import CPU_KV_CACHE_GIB, VllmTable, lora_room
 from specs.wire.role_config import RolloutConfig
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 CPU_BLOCK_TOKENS = 32  # vLLM's own 128 would share no prompt shorter than that among the samples of a group
-GIB = 2**30
 DEATH_GRACE_S = 2.0  # an error caused by a dying worker may arrive before the process has ended
 _POLL_S = 0.05
 

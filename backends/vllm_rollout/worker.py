@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.hf.adapter_names import is_on_the_wire
-from backends.memory import GIB
 from backends.vllm_rollout.lent_bytes import Lent
 from backends.vllm_rollout.vllm_adapters import AdapterSlot
 from backends.weights.checksum import hashing
 from backends.weights.tensor_bytes import tensor_bytes, torch_dtype, typed, wire_dtype
 from backends.weights.word_sum import read_totals, total_of_part
+from specs.memory_parts import GIB
 
 
 @dataclass(frozen=True)
