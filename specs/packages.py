@@ -13,6 +13,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
 _ROOT = Path(__file__).resolve().parents[1]
 _SHIPPED = _ROOT / "specs" / "shipped"
 _VERSION = re.compile(r"^Version:[ \t]*(\S+)", re.MULTILINE)

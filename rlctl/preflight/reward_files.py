@@ -9,12 +9,11 @@ from pathlib import Path
 
 from rlctl.models.paths import not_found
 from specs.errors import Problem
+from specs.packages import OUR_PACKAGES
 from specs.schema.recipes import sampling_of
 from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
-
-OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
 
 
 def scorer_code(spec: Spec) -> dict[str, str]:

@@ -21,7 +21,7 @@ from rlctl.processes.node_connection import NodeConnection, RemoteProcess
 from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan
 from rlctl.processes.shells import Cluster, LocalShell, Shell
 from specs.errors import Problem, SpecError
-from specs.packages import package_root
+from specs.packages import OUR_PACKAGES, package_root
 from workers.watchdog import kill_marked, signal_group
 
 log = logging.getLogger("rlctl.processes.launch")
@@ -36,7 +36,6 @@ _OUR_VARIABLES = (
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
 SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
 _OWN_MARK = "RLCTL_PROCESS"
-_PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
 _REMOTE_GRACE_S = 10.0
 _REMOTE_KILL_S = 8.0  # for a host to report that a process of it was killed
@@ -295,7 +294,7 @@ def path_for(python: str, path: str, folder: Path) -> str:
         return path
     links = folder / "packages"
     links.mkdir(parents=True, exist_ok=True)
-    for name in _PACKAGES:
+    for name in OUR_PACKAGES:
         if not (links / name).is_symlink():
             (links / name).symlink_to(root / name)
     return path.replace(str(root), str(links), 1)
