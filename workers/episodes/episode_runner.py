@@ -26,7 +26,7 @@ from workers.chat.chat_turns import chats_by_tools
 from workers.environments.environment_pool import Described, EnvironmentPool
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Episode, usual_replies
-from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of
+from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of, each
 from workers.serve import Emit, Reply, Request
 
 if TYPE_CHECKING:
@@ -220,10 +220,6 @@ class _Batch:
 
 def _turn_columns(asked: Sequence[tuple[Task, int, Sample, int]]) -> dict[str, Column]:
     """Return the prompts of turns that are asked for."""
-
-    def each(values: Sequence[int], dtype: type = np.int64) -> Column:
-        return np.array(values, dtype=dtype)
-
     return {
         "tokens_T": np.concatenate([each(sample.tokens) for _, _, sample, _ in asked]),
         "length_B": each([len(sample.tokens) for _, _, sample, _ in asked]),

@@ -121,6 +121,11 @@ class Trajectory:
         }
 
 
+def each(values: Sequence[float], dtype: type = np.int64) -> Column:
+    """Return these values as a column of a batch."""
+    return np.array(values, dtype=dtype)
+
+
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
     """Return the columns of samples and of episodes, each sample with what holds for its whole rollout. Where the
     policy wrote nothing, the sample has the tokens that it would have begun with."""
@@ -132,9 +137,6 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
 
     def flat(name: str, dtype: type) -> Column:
         return np.concatenate([np.asarray(getattr(sample, name), dtype=dtype) for _, _, sample in rows])
-
-    def each(values: Sequence[float], dtype: type = np.int64) -> Column:
-        return np.array(values, dtype=dtype)
 
     return {
         "tokens_T": flat("tokens", np.int64),
