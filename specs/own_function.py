@@ -23,7 +23,7 @@ class OwnFunctionError(RlctlError):
 
 
 @cache
-def load(path: str) -> Callable[..., Any]:
+def _load(path: str) -> Callable[..., Any]:
     """The function `file.py:name`, from an absolute path. The file's folder is searched last for its imports. Raises
     OwnFunctionError."""
     place, _, name = path.rpartition(":")
@@ -39,14 +39,23 @@ def load(path: str) -> Callable[..., Any]:
     try:
         found.loader.exec_module(module)
     except BaseException as error:  # user code may raise anything, including SystemExit
-        raise raised(path, error, "importing it") from error
+        raise _raised(path, error, "importing it") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise OwnFunctionError(f"{path}: {file.name} defines no function {name}", hint=f"write def {name}(…) in it")
     return function  # type: ignore[no-any-return]
 
 
-def raised(path: str, error: BaseException, doing: str) -> OwnFunctionError:
+def call(path: str, *arguments: Any) -> Any:
+    """Call the user's function. Raises OwnFunctionError, also of what it raises."""
+    function = _load(path)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise _raised(path, error, "calling it") from error
+
+
+def _raised(path: str, error: BaseException, doing: str) -> OwnFunctionError:
     """Describe what the user's code raised, with its line."""
     line = line_in(path.rpartition(":")[0], error)
     where = f" in line {line}" if line else ""
@@ -60,12 +69,7 @@ def own_advantage(
 ) -> NDArray[np.float64]:
     """Call the user's function with each rollout's score, group (counted from 0) and loss tokens. Raises
     OwnFunctionError where that is not one finite number for each."""
-    try:
-        found = load(path)(score_R.copy(), group_R.copy(), tokens_R.copy())
-    except OwnFunctionError:
-        raise
-    except Exception as error:
-        raise raised(path, error, "calling it") from error
+    found = call(path, score_R.copy(), group_R.copy(), tokens_R.copy())
     try:
         advantage_R = np.asarray(found, dtype=np.float64)
     except (TypeError, ValueError) as error:

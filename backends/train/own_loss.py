@@ -5,20 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specs.own_function import LOSS, OwnFunctionError, load, raised
+from specs.own_function import LOSS, OwnFunctionError, call
 
 
 def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor) -> Tensor:
     """The user's loss of each token, from its log-prob (with gradient), that of the ratio's anchor, and its advantage.
     A value may depend on its own token alone: how many there are in a call follows from micro-batches and chunks.
     Raises OwnFunctionError where it is not one number with a gradient for each token."""
-    try:
-        # Copies: the anchor may be the log-probs themselves, and the metrics read all three.
-        loss_N = load(path)(logprob_N.clone(), anchor_N.clone(), advantage_N.clone())
-    except OwnFunctionError:
-        raise
-    except Exception as error:
-        raise raised(path, error, "calling it") from error
+    # Copies: the anchor may be the log-probs themselves, and the metrics read all three.
+    loss_N = call(path, logprob_N.clone(), anchor_N.clone(), advantage_N.clone())
     hint = f"return a torch tensor with one number for each token: {LOSS}"
     if not isinstance(loss_N, Tensor):
         raise OwnFunctionError(f"{path}: it returned {type(loss_N).__name__}, no tensor", hint=hint)
