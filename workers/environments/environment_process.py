@@ -194,7 +194,7 @@ class EnvironmentProcess:
         self._pid = pid
         if self.dead:
             kill(pid)
-        else:
+        elif not self.forked.done():  # else whoever waited was cancelled just now, and kills it
             self.forked.set_result(None)
 
     def end(self, text: str) -> None:
