@@ -56,10 +56,8 @@ class Episode:
         found = self.trajectory
         try:
             found.stop = await self._run(await pool.open())
-        except EnvironmentLost as lost:
-            found.why = str(lost)
-        except (ChatTemplateError, ModelError) as refused:
-            found.why = str(refused)
+        except (EnvironmentLost, ChatTemplateError, ModelError) as error:
+            found.why = str(error)
         return found
 
     async def _run(self, environment: Environment) -> StopReason:
