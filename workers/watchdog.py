@@ -74,7 +74,7 @@ def kill_marked(variable: str, timeout_s: float) -> list[int]:
             return left
         others = [pid for pid in marked if not any(name in _of_process(pid, "cmdline") for name in _CLEANERS)]
         for pid in marked if time.monotonic() > cleaned else others:
-            _kill(pid, signal.SIGKILL)
+            signal_process(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
@@ -102,7 +102,8 @@ def signal_group(leader: int, number: signal.Signals) -> None:
         os.killpg(leader, number)
 
 
-def _kill(pid: int, number: signal.Signals) -> None:
+def signal_process(pid: int, number: signal.Signals) -> None:
+    """Signal a process. One that is gone is left alone."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 

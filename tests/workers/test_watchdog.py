@@ -62,7 +62,7 @@ def test_a_process_is_waited_for_until_it_has_let_go_of_its_files(monkeypatch: p
         killed[-1].start()
 
     seen = watchdog._environ_of
-    monkeypatch.setattr(watchdog, "_kill", kill_later)
+    monkeypatch.setattr(watchdog, "signal_process", kill_later)
     monkeypatch.setattr(watchdog, "_environ_of", lambda pid: b"" if killed and pid == process.pid else seen(pid))
     try:
         while mark.encode() not in seen(process.pid):

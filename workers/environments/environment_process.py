@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from specs.errors import RewardError
 from workers.grading.grader_process import KILL_WAIT_S, encode, how_it_ended, isolated_variables
+from workers.watchdog import signal_group, signal_process
 
 LINE_BYTES = 16 << 20  # max size of a message
 PACKET_BYTES = 1 << 16
@@ -210,9 +211,8 @@ class EnvironmentProcess:
 
 def kill(pid: int) -> None:
     """SIGKILL a process and its group."""
-    for send in (os.kill, os.killpg):
-        with suppress(ProcessLookupError):
-            send(pid, signal.SIGKILL)
+    signal_process(pid, signal.SIGKILL)
+    signal_group(pid, signal.SIGKILL)
 
 
 def _fail(waiting: asyncio.Future[Any], error: Exception) -> None:

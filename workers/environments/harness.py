@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.environments.replies import Lost
+from workers.watchdog import signal_group
 
 MODEL_NAME = "rlctl"  # programs ask for a model by a name; any is answered by the one that learns
 OUTPUT_BYTES = 64 << 10  # of what it prints, the last are kept
@@ -97,8 +98,7 @@ class HarnessRun:
         """Kill the program and what is in its group, at its start if that is still to come."""
         self._stopped = True
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            signal_group(self._process.pid, signal.SIGKILL)
 
     def _read(self, pipe: int) -> None:
         with suppress(BlockingIOError):

@@ -26,9 +26,9 @@ from specs.errors import RewardError
 from workers.environments.environment_child import Pipe, Session, children
 from workers.environments.harness import remove_folder
 from workers.environments.loaded import Loaded, load
-from workers.grading.child import die_with_parent, hide_streams, one_line
+from workers.grading.child import become_expendable, hide_streams, one_line
 from workers.grading.reward_sources import keep_sources
-from workers.watchdog import die_with_parent as signal_with_parent
+from workers.watchdog import die_with_parent, signal_process
 
 PR_SET_CHILD_SUBREAPER = 36
 PACKET_BYTES = 1 << 16
@@ -36,7 +36,7 @@ ERROR_CHARACTERS = 4000
 
 
 def main() -> None:
-    die_with_parent()
+    become_expendable()
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
     hello = json.loads(sys.stdin.buffer.read())
@@ -91,7 +91,7 @@ class Zygote:
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._stop)
-        signal_with_parent(signal.SIGTERM)
+        die_with_parent(signal.SIGTERM)
 
     def serve(self) -> socket.socket | None:
         """Return the end of a socket in each process that was forked; None in this one, when the parent is done."""
@@ -141,7 +141,7 @@ class Zygote:
         for each in (self._control, self._wakes, self._wake):
             each.close()
         os.setsid()
-        signal_with_parent()
+        die_with_parent()
         if os.getppid() != self._pid:
             os._exit(1)  # it died before the signal was asked for
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what an episode starts stays below its process
@@ -154,25 +154,20 @@ class Zygote:
                     self._known.remove(pid)
                     _send(self._control, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
         for pid in children() - self._known:
-            _kill(pid)
+            signal_process(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
         """Kill everything below, however deep: what loses its parent comes up here."""
         with suppress(ChildProcessError):
             while True:
                 for pid in children() | self._known:
-                    _kill(pid)
+                    signal_process(pid, signal.SIGKILL)
                 self._known.discard(os.waitpid(-1, 0)[0])
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:
     with suppress(BrokenPipeError, ConnectionResetError):  # the parent is gone: the next look at the socket says so
         control.send(json.dumps(message).encode())
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

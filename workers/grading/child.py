@@ -8,7 +8,6 @@ and at once: `{"i": index, "t": [value of each term]}`, or `{"i": index, "term":
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -23,14 +22,14 @@ from specs.errors import RewardError
 from specs.terminal import VisibleStream
 from workers.grading.reward_sources import keep_sources
 from workers.grading.terms import GradeRequest, Setting, Term, make_term
+from workers.watchdog import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
 ERROR_CHARACTERS = 500  # of an exception in one line
 
 
 def main() -> None:
-    die_with_parent()
+    become_expendable()
     requests, answers = _take_pipes()
     me = os.getpid()
 
@@ -140,11 +139,11 @@ def hide_streams() -> None:
     sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream, log=True)) for stream in (sys.stdout, sys.stderr))
 
 
-def die_with_parent() -> None:
+def become_expendable() -> None:
     """Have this process killed when its parent ends, whose number is its first argument, and before others when memory
     runs out."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent or (len(sys.argv) > 1 and int(sys.argv[1]) != parent):
         os._exit(1)  # the parent died before the signal was asked for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver

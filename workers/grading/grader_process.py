@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.packages import package_path
-from workers.watchdog import kill_marked
+from workers.watchdog import kill_marked, signal_group
 
 KILL_WAIT_S = 10.0
 TICK_S = 0.1  # how often a dead process whose pipe is still open is looked for
@@ -109,8 +109,7 @@ class GraderProcess:
 
     def kill(self) -> None:
         """Kill the process and all that it started, in other sessions too."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        signal_group(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # stuck in a system call: it dies when that returns
             self.process.wait(KILL_WAIT_S)
         kill_marked(f"{_MARK}={self._mark}", KILL_WAIT_S)
