@@ -289,14 +289,6 @@ class SteadySync:
             self.residency.enter("sync", step=step)
             self.run(step)
 
-    def actor_finished(self, step: int) -> None:
-        """Note that the actor's weights, which the next `run` sends, are those after `step` steps."""
-        self.weights.actor_finished(step)
-
-    def holds(self, step: int) -> bool:
-        """Return whether every replica was last sent the weights after `step` steps."""
-        return self.weights.holds(step)
-
     def take_metrics(self) -> dict[str, float | int]:
         """Return the restarts of replicas in this attempt so far, and the seconds spent on those of all roles since the
         last call."""

@@ -94,7 +94,7 @@ class Rl(Driver):
             batch = self.add_advantages(batch, drawn.scored)
             finite_check.check_batch(batch, drawn.scored.reward_B, step)
             updates = self.update(batch, step)
-        self.sync.actor_finished(self.spec.weights_version(step))
+        self.sync.weights.actor_finished(self.spec.weights_version(step))
         synced = self.send_weights(step) if self.queue.needs_weights(step) else None
         self.queue.trained()
         self.window.close()
@@ -102,7 +102,7 @@ class Rl(Driver):
 
     def begin(self, done: int) -> None:
         """Before the first step of an attempt: the rollout gets the weights that the actor has after `done` steps."""
-        self.sync.actor_finished(self.spec.weights_version(done))
+        self.sync.weights.actor_finished(self.spec.weights_version(done))
         self.send_weights(done)
 
     def send_weights(self, step: int) -> SyncReport | None:
@@ -110,7 +110,7 @@ class Rl(Driver):
         steps. None: it has them, for the actor has not learned since."""
         with self.clock.measure("rollout"):
             self.queue.wait_until_sampled()
-        if self.sync.holds(self.spec.weights_version(step)):
+        if self.sync.weights.holds(self.spec.weights_version(step)):
             return None
         with self.phase("sync", step):
             return self.sync.run(step)

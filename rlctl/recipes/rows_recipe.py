@@ -174,7 +174,7 @@ class RowsRecipe(Driver):
         """Give the rollout the weights after `step` steps; return what it completes with them, graded."""
         sync = generated.sampler.sync
         generated.sampler.restore_graders(step)
-        sync.actor_finished(step)
+        sync.weights.actor_finished(step)
         with self.phase("sync", step):
             sent = sync.run(step)
         record = generated.run(step, arrived)

@@ -185,7 +185,8 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
         roles.log.append(("sync", step))
         sent.append(step)
 
-    steady = SimpleNamespace(holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None)
+    weights = SimpleNamespace(holds=lambda step: sent[-1] == step)
+    steady = SimpleNamespace(weights=weights, run=sync, resend_if_asleep=lambda step: None)
     groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
     options = ("rollout.max_staleness=2", "eval.every=3", "eval.prompts=8")
     driver = rl_driver(tmp_path, groups, *options, steady=steady)
