@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
-from rlctl.loop.sampling import PREFIX_COUNTS, Drawn, Generation
+from rlctl.loop.sampling import PREFIX_COUNTS, Drawn, Generation, in_id_order
 from specs.schema.metric import Metric, metrics
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -86,8 +86,7 @@ class Cohort:
     def take(self) -> Batch:
         """Return the turns that were asked for, in the order of their ids."""
         asked, self._asked, self._asking = self._asked, [], set()
-        wave = Batch.concat(asked)
-        return wave.select(np.argsort(wave["id_B"], kind="stable"))
+        return in_id_order(Batch.concat(asked))
 
 
 @dataclass
