@@ -17,11 +17,9 @@ MAX_LOG_RATIO = 20.0
 MAX_EXCLUDED = 1e-3  # share of loss tokens whose log-prob may be no number; more is a broken model
 PARTS = 4  # of samples by their length
 Numbers = NDArray[np.float64]
-_CORRECTED = "with `algorithm.correction`"
-_ANCHORED = "log-probs of the trainer before the update are computed"
 METRICS: tuple[Metric, ...] = (
     *metrics(
-        _CORRECTED,
+        "with `algorithm.correction`",
         {
             "correction/weight_mean": "Mean weight of a loss token.",
             "correction/ess [share]": "Effective sample size of the weights; 1: all weigh the same.",
@@ -41,7 +39,7 @@ METRICS: tuple[Metric, ...] = (
         when='with `algorithm.correction`, mode "clip" or "truncate"',
     ),
     *metrics(
-        _ANCHORED,
+        "log-probs of the trainer before the update are computed",
         {
             "rollout/ess [share]": "Effective sample size of the ratios trainer / sampler; 1: the two agree.",
             "rollout/kl_sampler_trainer [nats per token]": "Estimate of KL(sampler ‖ trainer) on the sampled tokens.",

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from rlctl.processes.groups import Groups
     from rlctl.processes.placement import Plan
 
-_FEWER = "`rollout.min_processes` is set"
-_FAR_GRADERS = "`reward.nodes` is above 1"
 METRICS: tuple[Metric, ...] = (
     *metrics(
         "",
@@ -57,14 +55,14 @@ METRICS: tuple[Metric, ...] = (
         },
     ),
     *metrics(
-        _FEWER,
+        "`rollout.min_processes` is set",
         {
             "rollout/replicas": "Replicas that take part.",
             "rollout/late": "Replicas that may still come.",
         },
     ),
     *metrics(
-        _FAR_GRADERS,
+        "`reward.nodes` is above 1",
         {
             "reward/restarts": "Processes of the reward role restarted in this attempt so far.",
             "reward/processes": "Processes of the reward role.",

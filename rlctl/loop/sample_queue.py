@@ -51,16 +51,14 @@ if TYPE_CHECKING:
 # What of `Scored` is no column.
 GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
 
-_IN_FLIGHT = "`rollout.in_flight` is set"
-_AHEAD = "`rollout.max_staleness` is not 0, or samples were too old"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="rollout/versions_mean",
         meaning="Versions of the weights that drew a sample: above 1 where they changed while it was drawn.",
-        when=_IN_FLIGHT,
+        when="`rollout.in_flight` is set",
     ),
     *metrics(
-        _AHEAD,
+        "`rollout.max_staleness` is not 0, or samples were too old",
         {
             "rollout/staleness_mean [steps]": "How much older than the learning weights those were that sampled.",
             "rollout/staleness_max [steps]": "Of the oldest sample.",

@@ -285,19 +285,17 @@ class Generation:
         self._scored += len(new)
 
 
-_REFILLED = "with dynamic sampling"
-_GREEDY = "the baseline is greedy (`remax`)"
 METRICS: tuple[Metric, ...] = (
     Metric(name="reward/term_<i>", meaning="Mean of entry i of `reward.terms`, before its weight.", in_eval=True),
     *metrics(
-        _REFILLED,
+        "with dynamic sampling",
         {
             "rollout/refills": "How often prompts were drawn again.",
             "rollout/thrown_groups [groups]": "Thrown away because all completions score the same.",
         },
     ),
     *metrics(
-        _GREEDY,
+        "the baseline is greedy (`remax`)",
         {
             "reward/greedy_mean": "Mean score of the greedy completions that the samples are compared with.",
             "rollout/greedy_samples": "How many greedy completions there were.",

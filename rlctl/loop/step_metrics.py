@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from specs.wire.batch import Batch
 
 
-_LEARNS = "steps in which the role learns"
 METRICS: tuple[Metric, ...] = (
     *metrics(
         "",
@@ -62,7 +61,7 @@ METRICS: tuple[Metric, ...] = (
         when="steps in which the role learns, where one was finite",
     ),
     *metrics(
-        _LEARNS,
+        "steps in which the role learns",
         {
             "<role>/lr": "Learning rate of the step's last optimizer step.",
             "<role>/skipped_updates [optimizer steps]": "Left out because the gradient was not finite.",

@@ -42,9 +42,8 @@ PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
 # with other weights, or a wrong temperature or rotation, 8 and more.
 PROBE_TOLERANCE = {"fp32": Tolerance(2e-3, 512, "fp32"), "bf16": Tolerance(0.15, 6, "bf16")}
 
-_SYNCED = "a sync was due after the step"
 METRICS: tuple[Metric, ...] = metrics(
-    _SYNCED,
+    "a sync was due after the step",
     {
         "sync/verified": "Always true: a sync whose checksums or probe disagree ends the run.",
         "sync/weights": "Tensors that were sent.",

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Drawn
     from specs.schema.eval_sets import PassThreshold
 
-_EVALUATED = "steps with an evaluation"
 METRICS: tuple[Metric, ...] = (
     *metrics(
-        _EVALUATED,
+        "steps with an evaluation",
         {
             "eval/<set>/reward_mean": "Mean score of the set's completions, each term times its weight.",
             "eval/<set>/reward_stderr": "Its standard error over the prompts; 0 of a single prompt.",

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from rlctl.processes.group import Group
     from specs.wire.messages import Message
 
-_WITH_MODEL = "a reward term is a model"
 METRICS: tuple[Metric, ...] = metrics(
-    _WITH_MODEL,
+    "a reward term is a model",
     {
         "reward/model_tokens [tokens]": "That the reward model read.",
         "reward/model_s [s]": "Scoring by the reward model.",
