@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
-from rlctl.loop.sampling import PREFIX_COUNTS, Drawn, Generation, in_id_order
+from rlctl.loop.sampling import PREFIX_COUNTS, Drawn, Generation, group_shards, in_id_order
 from specs.schema.metric import Metric, metrics
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -129,12 +129,10 @@ class TurnRelay:
         if not self.in_order:
             self._start(prompts)
             return
-        _, group_R = np.unique(prompts["group_B"], return_inverse=True)
         replicas = self.rollout.here
         at_once = max(1, min(COHORTS, processes // len(replicas)))
         most = max(1, processes // (at_once * len(replicas)))
-        for place, replica in enumerate(replicas):
-            mine = np.flatnonzero(group_R % len(replicas) == place)
+        for replica, mine in zip(replicas, group_shards(prompts["group_B"], len(replicas)), strict=True):
             pieces = np.array_split(mine, max(at_once, -(-len(mine) // most)))
             cohorts = [Cohort(prompts.select(piece)) for piece in pieces if len(piece)]
             self._cohort_of |= {rollout: cohort for cohort in cohorts for rollout in cohort.open}
@@ -278,10 +276,8 @@ class EpisodeGeneration(Generation):
     def _start(self, prompts: Batch) -> None:
         """Send episodes to the ranks of the reward role, group by group in turn."""
         ranks = self._sampler.reward.ready
-        _, group_B = np.unique(prompts["group_B"], return_inverse=True)
-        shards = {rank: np.flatnonzero(group_B % len(ranks) == place) for place, rank in enumerate(ranks)}
         self._running += len(ranks)
-        for rank, chosen in shards.items():
+        for rank, chosen in zip(ranks, group_shards(prompts["group_B"], len(ranks)), strict=True):
             shard = prompts.select(chosen)
             self._sampler.reward.post(
                 Verb.EPISODES,
