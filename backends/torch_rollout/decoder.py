@@ -240,7 +240,7 @@ class Decoder:
         token_B, logprob_B = token.cpu().numpy(), logprob.cpu().numpy()
         if not np.isfinite(logprob_B).all():
             raise RlctlError(
-                f"the sampler's model gives log-probs that are not finite ({_first_bad(logprob_B)})",
+                f"the sampler's model gives log-probs that are not finite ({logprob_B[~np.isfinite(logprob_B)][0]})",
                 hint="the actor's weights have probably diverged: look at actor/grad_norm, lower the learning rate",
             )
         at.token_N[rows, written_B] = token_B
@@ -305,7 +305,3 @@ def _runs(prompts: Sequence[ReadyPrompt]) -> list[tuple[PromptBlock, list[ReadyP
         else:
             runs.append((prompt.block, [prompt]))
     return runs
-
-
-def _first_bad(values: NDArray[np.float32]) -> str:
-    return str(values[~np.isfinite(values)][0])
