@@ -56,9 +56,8 @@ def reply(role: str, asked: RoleRequest) -> Probed:
         found = _on_meta(role, asked)
     except Exception as error:  # every error is reported to the user together with its role
         traceback.print_exc()
-        known = isinstance(error, RlctlError)
-        said = error.message if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
-        found = Probed(role=role, error=said, hint=error.hint if known else "")  # type: ignore[attr-defined]
+        known = error if isinstance(error, RlctlError) else RlctlError(f"{type(error).__name__}: {error}")
+        found = Probed(role=role, error=known.message, hint=known.hint)
     return found.model_copy(update={"seconds": round(time.monotonic() - started, 3)})
 
 
