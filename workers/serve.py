@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -68,19 +68,6 @@ class Working(dict[Verb, Handler]):
     def __init__(self, handlers: Handlers, work: Work) -> None:
         super().__init__(handlers)
         self.work = work
-
-
-def aside(handler: TypedHandler, threads: Executor) -> TypedHandler:
-    """Return a handler that runs in one of these threads, so that the rank keeps receiving."""
-
-    def submit(call: Request[Any], emit: Emit) -> Future[Reply]:
-        def run() -> Reply:
-            reply = handler(call, emit)
-            return reply.result() if isinstance(reply, Future) else reply
-
-        return threads.submit(run)
-
-    return submit
 
 
 def typed(handlers: Mapping[Verb, TypedHandler], own: Mapping[Verb, type[BaseModel]] | None = None) -> Handlers:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import first_valid
-from rlctl.loop.scores.graders import HOME, Graders, Grading
-from rlctl.loop.scores.term_scores import TermScores, add_up, of_environments, of_judges
+from rlctl.loop.scores.graders import WITH_JUDGES, Graders, Grading
+from rlctl.loop.scores.term_scores import TermScores, add_up, of_environments
 from rlctl.processes.calls import RanksFailed
 from specs.schema.metric import Metric, metrics
 from specs.schema.recipes import SamplingSpec
@@ -89,11 +89,11 @@ class Sampler:
         nothing does. `generation`: how a batch is sampled, where a completion is not all of a rollout."""
         self.score_model, self._generation = score_model, generation or Generation
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
-        self.graders = Graders(reward)
+        judged = any(term.graded_by == "judge" for term in spec.reward_terms)
+        self.graders = Graders(reward, WITH_JUDGES if judged else 1)
         self.prefix_counts: dict[What, Counter[str]] = defaultdict(Counter)
         self.forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: samples that it may drop (`TurnRelay`)
         self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start
-        self.judged = any(term.graded_by == "judge" for term in spec.reward_terms)
         self.clock, self.sync, self.grading = clock, sync, grading
 
     def take_prefix_share(self, what: What) -> dict[str, float]:
@@ -135,12 +135,10 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SampledPart:
-    """Completions that came in together, and who grades them: of terms that are graded apart where there are any."""
+    """Completions that came in together, and their grading."""
 
     batch: Batch
     grading: Grading
-    judging: Call | None
-    rendering: Call | None  # for the reward model
 
 
 class Generation:
@@ -205,19 +203,12 @@ class Generation:
         sampler = self._sampler
         needed = (*COLUMNS[Verb.SCORE].needs, *(("rollout_logprob_T",) if episodes else ()))
         rows, columns = self.prompts.rows_of(batch), batch.only(needed).columns
-
-        def post(verb: Verb, body: bodies.Body) -> Call:
-            return sampler.reward.post(verb, body, tensors=columns, step=self.step, ranks=[HOME])
-
         shown = batch["id_B"].tolist()
         if self._what != "eval":
             pairs = zip(batch["rollout_B"].tolist()[::-1], shown[::-1], strict=True)  # the first of a rollout counts
             shown = list({rollout: id_ for rollout, id_ in pairs if rollout in self._shown}.values())
-        judging = post(Verb.JUDGE, bodies.SendToJudges(what=self._what, rows=rows)) if sampler.judged else None
         request = bodies.Score(what=self._what, samples=shown, rows=rows, episodes=dict(episodes))
-        grading = sampler.graders.grade(request, columns, self.step)
-        rendering = post(Verb.RENDER, bodies.Render(what=self._what, rows=rows)) if sampler.score_model else None
-        self._parts.append(SampledPart(batch, grading, judging, rendering))
+        self._parts.append(SampledPart(batch, sampler.graders.grade(request, columns, self.step)))
         self._answered += len(np.unique(batch["rollout_B"]))
         of_all = len(self.prompts.batch)
         if self._answered == of_all:
@@ -266,20 +257,15 @@ class Generation:
         """Wait for those of the parts that are new since the last time. A wait that is broken off begins again."""
         if not (new := self._parts[self._scored :]):
             return
-        found = {"processes": [TermScores.of(part.grading.result()) for part in new]}
-        id_B = np.concatenate([part.batch["id_B"] for part in new])
-        lost = set(id_B[~np.concatenate([part.scored_B for part in found["processes"]])].tolist())
+        graded = [part.grading.result() for part in new]
+        found = {"role": [*map(TermScores.of, graded)]}
         if (model := self._sampler.score_model) is not None:
-            rendered = [part.rendering.result()[0] for part in new if part.rendering]
             model.begin(self.step)
-            found["model"] = [model.score(rendered, id_B, self.step, lost)]
-            lost |= set(id_B[~found["model"][0].scored_B].tolist())
+            id_B = np.concatenate([part.batch["id_B"] for part in new])
+            found["model"] = [model.score(graded, id_B, self.step)]
         if "stop_B" in new[0].batch:
             number = self._sampler.spec.environment_term
             found["environments"] = [of_environments(part.batch, number) for part in new]
-        if self._sampler.judged:
-            judged = [part.judging.result()[0] for part in new if part.judging]
-            found["judges"] = [of_judges(judged, lost)]
         for grader, scores in found.items():
             self._scores[grader] += scores
         self._scored += len(new)

@@ -18,8 +18,9 @@ from specs.packages import package_path
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
 from specs.schema.rank_groups import nodes_of_a_process, processes_of_a_node
 from specs.schema.recipes import RlSpec, sampling_of
+from specs.schema.rewards import Judge
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
+from specs.schema.roles import ACTOR, REWARD, ROLES, ROLLOUT, RoleName
 from specs.schema.sections import ClusterSection
 from specs.schema.spec import Spec
 
@@ -131,15 +132,18 @@ def make_plan(spec: Spec, spec_dir: Path, *, address: str = "", names: Sequence[
     beyond = (address or UNKNOWN_ADDRESS) if several else ""
     ahead = isinstance(spec, RlSpec) and spec.rollout.max_staleness > 0
     at_once = 2 if ahead and not (spec.gpus(ACTOR) or spec.gpus(ROLLOUT)) else 1
-    for_transport = {}
-    if (sampling := sampling_of(spec)) is not None and choose_transport(sampling)[0] == "cuda_ipc":
+    for_transport, sampling = {}, sampling_of(spec)
+    terms = sampling.reward_terms if sampling is not None else ()
+    named = {term.key_env for term in terms if isinstance(term, Judge)}
+    keys = {name: os.environ[name] for name in named & os.environ.keys()}
+    if sampling is not None and choose_transport(sampling)[0] == "cuda_ipc":
         seen = [_visible(device, ACTOR) for device in sampling.actor.devices]
         if parts := [name for name in seen if name.startswith("MIG-")]:
             message = "CUDA IPC has not been tried on a part of a GPU (MIG), as CUDA_VISIBLE_DEVICES names one here"
             raise SpecError([Problem("sync.transport", message, 'write "shm" or "auto"', f"cuda_ipc on {parts[0]}")])
         for_transport = _without_expandable_segments()
     port = (spec.cluster or ClusterSection()).port
-    planner = _Planner(spec_dir, usable_cores(), port, beyond, names, at_once, for_transport)
+    planner = _Planner(spec_dir, usable_cores(), port, beyond, names, at_once, for_transport, keys)
     return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), spec.colocated, beyond)
 
 
@@ -169,6 +173,7 @@ class _Planner:
     names: Sequence[str]
     at_once: int  # roles with CPU work at the same time, beside judging
     for_transport: Mapping[str, str]  # variables of the actor
+    keys: Mapping[str, str]  # of the judges, which processes of this host inherit
 
     def role(self, name: RoleName, section: RoleSection) -> RolePlan:
         group_size = section.processes if ROLES[name].together else 1
@@ -186,6 +191,7 @@ class _Planner:
         env = {**self.for_transport, **own} if name == ACTOR else own
         commands = [_command(name, section, python, meeting, hosts, node) for node in range(len(hosts))]
         remote_env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, section.devices))}
+        remote_env |= self.keys if name == REWARD else {}
         return RolePlan(
             role=name,
             processes=section.processes,

@@ -136,7 +136,7 @@ class Judge(RewardTerm):
     """Environment variable that holds the API key; empty: none is sent. The key itself is never written
     anywhere."""
     concurrency: int = Field(16, ge=1, le=256)
-    """Requests at a time."""
+    """Requests at a time, of each node of the reward role."""
     timeout_s: float = Field(60.0, gt=0, le=3600)
     """Seconds for one request, from connecting to its end."""
     retries: int = Field(4, ge=0, le=20)
@@ -146,7 +146,7 @@ class Judge(RewardTerm):
     """Keep replies on disk, and ask for each request once."""
     cache_file: PathText = ""
     """Where they are kept, relative to the spec file, for several runs too; empty: `judge_cache.sqlite` in the run
-    directory."""
+    directory. Each further node of the reward role has a file of its own, with its number in the name."""
     prompt_price: float = Field(0.0, ge=0)
     """Price of a million prompt tokens, for `reward/judge_cost`."""
     completion_price: float = Field(0.0, ge=0)

@@ -113,33 +113,10 @@ class Score(Body):
 class Scores(Answer):
     """Stand beside the values of the terms: `term_<i>_B`, 0 where `scored_B` is."""
 
-    failures: dict[str, int]  # cause → how many completions were lost to it that were not lost already
+    failures: dict[str, int]  # cause → how many completions were lost to it
     first_failure: str = ""  # what the first of them died of, its row and its id; empty: there is none
     samples: list[dict[str, Any]] = []
     counts: dict[str, float] = {}  # of the judges' work since the last time
-    failed: dict[str, list[str]] = {}  # by sample: the cause for which it has no score, and its text
-
-
-class Render(Body):
-    """Samples of the prompts of `what`, which were made from `rows`, in the reward model's tokens."""
-
-    what: What
-    rows: dict[str, Row]
-
-
-class Rendered(Answer):
-    """The tensors hold those that fit, by their ids."""
-
-    failures: dict[str, int]  # cause → how many are not among them
-    first_failure: str = ""  # as in `Scores`
-    failed: dict[str, list[str]] = {}  # as in `Scores`
-
-
-class SendToJudges(Body):
-    """Send completions of the prompts of `what`, which were made from `rows`, to the judges."""
-
-    what: What
-    rows: dict[str, Row]
 
 
 class Episodes(Body):
@@ -362,8 +339,6 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.PROMPTS: (Prompts,),
     Verb.ROWS: (DrawRows,),
     Verb.SCORE: (Score,),
-    Verb.RENDER: (Render,),
-    Verb.JUDGE: (SendToJudges,),
     Verb.EPISODES: (Episodes,),
     Verb.TURNS: (Nothing,),
     Verb.GENERATE: (Generate,),

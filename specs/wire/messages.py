@@ -32,8 +32,6 @@ class Verb(StrEnum):
     ROWS = "rows"
     # reward
     SCORE = "score"
-    RENDER = "render"  # samples as a reward model reads them: in its own tokens
-    JUDGE = "judge"  # what judges say of samples
     EPISODES = "episodes"  # run episodes: parts ask for turns, and bring the samples of those that have ended
     TURNS = "turns"  # completions that open episodes have asked for
     # rollout
@@ -67,7 +65,7 @@ UNCOUNTED_VERBS = frozenset({Verb.BUILD, Verb.OPEN_DATA, Verb.SAVE, Verb.LOAD})
 
 
 # A rank serves any number of them at once. Every other verb has its rank to itself.
-CONCURRENT_VERBS = frozenset({Verb.GENERATE, Verb.SCORE, Verb.RENDER, Verb.JUDGE, Verb.EPISODES, Verb.TURNS})
+CONCURRENT_VERBS = frozenset({Verb.GENERATE, Verb.SCORE, Verb.EPISODES, Verb.TURNS})
 # Of a sync: they reach a rollout beside completions that it draws, with `rollout.in_flight`.
 SYNC_VERBS = frozenset({Verb.IMPORT_FORM, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET, Verb.IMPORT_END, Verb.PROBE})
 
@@ -95,11 +93,10 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.GENERATE: Columns(
         needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B", "version_T")
     ),  # and `greedy_B`, `limit_B`
+    # And `term_<i>_B`; what a reward model is to read is `rendered_T`, so much of each sample as `rendered_B` says.
     Verb.SCORE: Columns(
         needs=("tokens_T", "loss_mask_T", "rollout_B", "id_B", "row_B", "finished_B"), gives=("scored_B",)
     ),
-    Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "rollout_B", "id_B", "row_B"), gives=("tokens_T", "id_B")),
-    Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "rollout_B", "id_B", "row_B"), gives=("scored_B",)),
     # Parts bring prompts without `prefix_B` and with `limit_B`, or samples (`workers/episodes/trajectory.py`).
     Verb.EPISODES: Columns(needs=("tokens_T", *IDENTITY_COLUMNS)),
     Verb.TURNS: Columns(needs=("tokens_T", "loss_mask_T", "rollout_logprob_T", "version_T", "id_B", "finished_B")),

@@ -68,12 +68,14 @@ JudgedSamples = Mapping[int, Sequence[Future[Grade]]]
 class JudgePanel:
     """All judges of a run. `start` belongs to one thread."""
 
-    def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path) -> None:
-        """`terms`: by their number in `reward.terms`. Raises RewardError where a cache cannot be opened."""
+    def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path, whose: str = "") -> None:
+        """`terms`: by their number in `reward.terms`; `whose`: ends the names of files that this host alone writes.
+        Raises RewardError where a cache cannot be opened."""
         self._judges: dict[int, JudgeGrader] = {}
         for number, term in terms.items():
             own = Path(setting.base, Path(term.cache_file).expanduser())
             path = (own if term.cache_file else run_dir / "judge_cache.sqlite").resolve()
+            path = path.with_name(f"{path.stem}{whose}{path.suffix}")
             cache = JudgeCache(path) if term.cache else None
             self._judges[number] = JudgeGrader(term, number, setting.answer_column, cache)
         self._loop = asyncio.new_event_loop()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,14 +23,14 @@ from specs.wire.heartbeat import amount
 from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches, prompt_texts
-from workers.grading.judge import JUDGE_CAUSES, JudgedSamples, JudgePanel
+from workers.grading.judge import JUDGE_CAUSES, JudgePanel
 from workers.grading.pool import CAUSES, Grade, GraderPool, too_large
 from workers.grading.reward_failures import FailureLog, last_line
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts
 from workers.grading.terms import GradeRequest, Setting
 from workers.rank_report import as_built
 from workers.roles import methods_of
-from workers.serve import Emit, Handler, Reply, Request, aside, typed
+from workers.serve import Emit, Handler, Reply, Request, typed
 
 if TYPE_CHECKING:
     from workers.episodes.episode_runner import EpisodeRunner
@@ -39,9 +38,18 @@ if TYPE_CHECKING:
 _WAITING = 32
 
 
+@dataclass(frozen=True)
+class Graded:
+    """Hold what this host says of some requests: why they have no score, if so, the values of its terms by number, and
+    the tokens that the reward model is to read."""
+
+    grades: Sequence[Grade]
+    values: dict[int, list[float]]
+    rendered: Sequence[Sequence[int]] = ()
+
+
 class Reward:
-    """A rank of the reward role: it grades, in a thread of its own, and runs episodes. The first one, on the driver's
-    host, also asks judges and makes tokens for the reward model."""
+    """A rank of the reward role: it grades and runs episodes, asks judges, and makes tokens for the reward model."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -77,11 +85,11 @@ class Reward:
                 sources=config.sources,
             )
         judges = {number: term for number, term in terms.items() if isinstance(term, Judge)}
-        if judges and not whose:
-            self._judges = JudgePanel(judges, setting, Path(config.run_dir))
+        if judges:
+            self._judges = JudgePanel(judges, setting, Path(config.run_dir), whose)
         trusted, today = config.trust_remote_code, config.today
         self._codec = load_codec(config.model_path, trust_remote_code=trusted, today=today)  # they start meanwhile
-        if config.score_text is not None and not whose:
+        if config.score_text is not None:
             self._score_texts = ScoreTexts(config.score_text, self._codec)
         if config.environments:
             from workers.episodes.episode_runner import EpisodeRunner
@@ -91,12 +99,23 @@ class Reward:
             self._pool.wait_ready()
         return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
 
-    def score(self, call: Request[bodies.Score], emit: Emit) -> Reply:
-        """Have every sample graded by the terms of the grading processes; return `samples` of them as text, too. The
-        body brings the rows of these samples by number (`workers/roles/data.py`)."""
+    def score(self, call: Request[bodies.Score], emit: Emit) -> Future[Reply]:
+        """Have every sample graded, by this host and by judges at the same time; return `samples` of them as text, too,
+        and what the reward model is to read. The body brings the rows of these samples by number
+        (`workers/roles/data.py`)."""
+        requests, request_B = self._requests(call.batch, call.body.rows, call.body.episodes)
+        judged = self._judges.start(requests) if self._judges else {}
+        graded = self._grading.submit(self._grade, requests)
+
+        def finish() -> Reply:
+            here, by_judges = graded.result(), self._judges.collect(judged) if self._judges else {}
+            return self._scores(call, requests, request_B, here, by_judges)
+
+        return self._waiting.submit(finish)
+
+    def _grade(self, requests: Sequence[GradeRequest]) -> Graded:
+        """Return what the terms of the grading processes say, and what the reward model is to read."""
         assert self._config is not None, "build comes first"
-        batch = call.batch
-        requests, request_B = self._requests(batch, call.body.rows, Verb.SCORE, call.body.episodes)
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
         terms = enumerate(self._config.reward.terms)
@@ -106,47 +125,41 @@ class Reward:
             left = [place for place, grade in enumerate(grades) if not grade.cause]
             for place, grade in zip(left, self._pool.grade([requests[place] for place in left]), strict=True):
                 grades[place] = grade
-        rows = {
+        values = {
             number: [grade.values[place] if grade.values else 0.0 for grade in grades]
             for place, number in enumerate(self._own)
         }
-        body = self._failures_of(call.body.what, requests, grades, CAUSES)
-        samples = self._examples(batch, [requests[number] for number in request_B], call.body.samples)
-        return {**body, "failed": {}, "samples": samples}, _columns(grades, rows, request_B)  # `scored_B` says which
+        if self._score_texts is None:
+            return Graded(grades, values)
+        rendered = self._score_texts.tokens(requests)
+        pairs = zip(grades, rendered, strict=True)
+        grades = [one if isinstance(one, Grade) and not grade.cause else grade for grade, one in pairs]
+        return Graded(grades, values, [[] if isinstance(one, Grade) else one for one in rendered])
 
-    def render(self, call: Request[bodies.Render], emit: Emit) -> Reply:
-        """Return samples in the tokens of the reward model: those that it can read, by their ids."""
-        assert self._score_texts is not None, "the run has no reward model"
-        requests, request_B = self._requests(call.batch, call.body.rows, Verb.RENDER)
-        found = self._score_texts.tokens(requests)
-        grades = [one if isinstance(one, Grade) else Grade() for one in found]
-        fitting = [
-            (sample, np.array(tokens, dtype=np.int32))
-            for sample, number in zip(call.batch["id_B"].tolist(), request_B, strict=True)
-            if not isinstance(tokens := found[number], Grade)
-        ]
-        columns: dict[str, Column] = {
-            "tokens_T": np.concatenate([np.zeros(0, dtype=np.int32), *(tokens for _, tokens in fitting)]),
-            "length_B": np.array([len(tokens) for _, tokens in fitting], dtype=np.int64),
-            "id_B": np.array([sample for sample, _ in fitting], dtype=np.int64),
-        }
-        return self._failures_of(call.body.what, requests, grades, MODEL_CAUSES), columns
-
-    def judge(self, call: Request[bodies.SendToJudges], emit: Emit) -> Future[Reply]:
-        """Send samples to the judges; reply when all have said what they say."""
-        assert self._judges is not None, "no term is a judge's"
-        requests, request_B = self._requests(call.batch, call.body.rows, Verb.JUDGE)
-        return self._waiting.submit(self._judged, call.body.what, requests, request_B, self._judges.start(requests))
-
-    def _judged(
-        self, what: bodies.What, requests: Sequence[GradeRequest], request_B: Sequence[int], begun: JudgedSamples
+    def _scores(
+        self,
+        call: Request[bodies.Score],
+        requests: Sequence[GradeRequest],
+        request_B: Sequence[int],
+        here: Graded,
+        by_judges: Mapping[int, Sequence[Grade]],
     ) -> Reply:
-        assert self._judges is not None, "no term is a judge's"
-        judged = self._judges.collect(begun)
-        grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*judged.values(), strict=True)]
-        body = self._failures_of(what, requests, grades, (*CAUSES, *JUDGE_CAUSES))
-        rows = {number: [(one.values or (0.0,))[0] for one in row] for number, row in judged.items()}
-        return {**body, "counts": self._judges.take_counts()}, _columns(grades, rows, request_B)
+        of_each = zip(here.grades, *by_judges.values(), strict=True)
+        grades = [next((one for one in of_one if one.cause), Grade()) for of_one in of_each]
+        values = here.values | {number: [(one.values or (0.0,))[0] for one in row] for number, row in by_judges.items()}
+        columns: dict[str, Column] = {
+            "scored_B": np.array([not grade.cause for grade in grades], dtype=np.uint8)[request_B],
+            **{f"term_{number}_B": np.array(row, float)[request_B] for number, row in sorted(values.items())},
+        }
+        causes = [*CAUSES, *(JUDGE_CAUSES if self._judges else ())]
+        if self._score_texts is not None:
+            causes += MODEL_CAUSES
+            tokens = [np.array(here.rendered[number], dtype=np.int32) for number in request_B]
+            columns["rendered_T"] = np.concatenate([np.zeros(0, dtype=np.int32), *tokens])
+            columns["rendered_B"] = np.array([*map(len, tokens)], dtype=np.int64)
+        body = self._failures_of(call.body.what, requests, grades, causes)
+        samples = self._examples(call.batch, [requests[number] for number in request_B], call.body.samples)
+        return {**body, "samples": samples, "counts": self._judges.take_counts() if self._judges else {}}, columns
 
     def episodes(self, call: Request[bodies.Episodes], emit: Emit) -> Future[Reply]:
         """Run episodes; their parts ask for turns, and bring their samples."""
@@ -176,13 +189,12 @@ class Reward:
         self,
         batch: Batch,
         rows: Mapping[str, bodies.Row],
-        verb: Verb,
-        episodes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        episodes: Mapping[str, Mapping[str, Any]],
     ) -> tuple[list[GradeRequest], list[int]]:
         """Return one request per rollout, with the text that the policy wrote in all of its samples, and the request of
         each sample. `episodes`: by sample."""
         assert self._codec is not None
-        batch.require(COLUMNS[verb].needs, verb)
+        batch.require(COLUMNS[Verb.SCORE].needs, Verb.SCORE)
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
         samples = zip(batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True)
         request_of: dict[int, int] = {}
@@ -223,7 +235,6 @@ class Reward:
         return {
             "failures": {cause: sum(grade.cause == cause for _, grade in failed) for cause in causes},
             "first_failure": next((_said(request, grade) for request, grade in failed), ""),
-            "failed": {str(request.sample): [grade.cause, _said(request, grade)] for request, grade in failed},
         }
 
     def _examples(self, batch: Batch, requests: Sequence[GradeRequest], ids: Sequence[int]) -> list[dict[str, Any]]:
@@ -271,8 +282,7 @@ class Reward:
         return {"stop": episode["stop"], "environment_reward": episode["reward"], "pieces": pieces, **asked}
 
     def handlers(self) -> Mapping[Verb, Handler]:
-        threaded = {Verb.SCORE: aside(self.score, self._grading), Verb.RENDER: aside(self.render, self._grading)}
-        return typed(methods_of(self) | threaded, {Verb.BUILD: RewardConfig})
+        return typed(methods_of(self), {Verb.BUILD: RewardConfig})
 
 
 def _lost(episode: Mapping[str, Any] | None, given: Sequence[str]) -> Grade:
@@ -290,17 +300,6 @@ def _said(request: GradeRequest, grade: Grade) -> str:
     # Of a traceback the last line counts; a server's reply may be part of another text.
     text = last_line(grade.text) if grade.cause in CAUSES else " ".join(grade.text.split())
     return f"{text or grade.cause} ({request.where}, sample {request.sample})"
-
-
-def _columns(
-    grades: Sequence[Grade], rows: Mapping[int, Sequence[float]], request_B: Sequence[int]
-) -> dict[str, Column]:
-    """Return which samples have a score, and the values of terms by number: those of their requests."""
-    scored_B = np.array([not grade.cause for grade in grades], dtype=np.uint8)[request_B]
-    return {
-        "scored_B": scored_B,
-        **{f"term_{number}_B": np.array(row, float)[request_B] for number, row in rows.items()},
-    }
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

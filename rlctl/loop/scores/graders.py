@@ -3,7 +3,7 @@ another."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
 
-HOME = 0  # the rank on the driver's host: it alone asks judges, and knows the reward model's tokens
+WITH_JUDGES = 32  # parts at a rank: their requests are under way together
 
 
 @dataclass(eq=False)
@@ -39,12 +39,12 @@ class Grading:
 
 
 class Graders:
-    """The ranks of the reward role. Each is at one part at a time, and gets the next when it has answered."""
+    """The ranks of the reward role. Each is at `at_once` parts at a time, and gets the next when it has answered."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, at_once: int = 1) -> None:
+        self.group, self._at_once = group, at_once
         self._waiting: deque[Grading] = deque()
-        self._at_work: set[int] = set()
+        self._at_work: Counter[int] = Counter()  # parts, by rank
         self._last: list[int] = []  # ranks, those first that got their last part first
 
     def grade(self, request: bodies.Score, columns: Mapping[str, NDArray[Any]], step: int) -> Grading:
@@ -55,23 +55,22 @@ class Graders:
         return grading
 
     def hand_out(self) -> None:
-        """Give what is waiting to ranks that have nothing to do, also to those that have just come. Who has had nothing
-        for the longest time comes first."""
-        for rank in sorted(self.group.ready, key=self._turn):
-            if self._waiting and rank not in self._at_work:
-                self._send(rank, self._waiting.popleft())
+        """Give what is waiting to the ranks that have least to do, also to those that have just come. Who has had
+        nothing for the longest time comes first."""
+        while self._waiting and (free := [rank for rank in self.group.ready if self._at_work[rank] < self._at_once]):
+            self._send(min(free, key=self._turn), self._waiting.popleft())
 
-    def _turn(self, rank: int) -> int:
-        return self._last.index(rank) if rank in self._last else -1
+    def _turn(self, rank: int) -> tuple[int, int]:
+        return self._at_work[rank], self._last.index(rank) if rank in self._last else -1
 
     def _send(self, rank: int, part: Grading) -> None:
-        self._at_work.add(rank)
+        self._at_work[rank] += 1
         self._last = [*(one for one in self._last if one != rank), rank]
         on_done = partial(self._take, rank, part)
         self.group.post(Verb.SCORE, part.request, part.columns, step=part.step, ranks=[rank], on_done=on_done)
 
     def _take(self, rank: int, part: Grading, call: Call) -> None:
-        self._at_work.discard(rank)
+        self._at_work[rank] -= 1
         if call.failed:
             self._waiting.appendleft(part)
         else:

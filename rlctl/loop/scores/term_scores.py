@@ -1,10 +1,9 @@
-"""Values of the reward's terms, as each grader gives them: the grading processes, the judges, the reward model."""
+"""Values of the reward's terms, as each grader gives them: the reward role, the environments, the reward model."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,16 +79,14 @@ class ScoreModel:
     begin: Callable[[int], None]
     shares: Callable[[Batch], list[NDArray[np.int64]]]  # the sequences of each of its ranks
 
-    def score(
-        self, rendered: Sequence[Message], id_B: NDArray[np.int64], step: int, lost_ids: Collection[int] = ()
-    ) -> TermScores:
-        """Score samples that were `rendered` in its tokens, the same tokens once, so that they score the same. `id_B`:
-        of all samples; those that it cannot read have no score. `lost_ids`: as in `of_judges`."""
+    def score(self, graded: Sequence[Message], id_B: NDArray[np.int64], step: int) -> TermScores:
+        """Score samples by what their `graded` parts say that it is to read, the same tokens once, so that they score
+        the same. `id_B`: of all samples; those that it cannot read have no score."""
         begin = time.perf_counter()
-        parts = [part.batch for part in rendered if len(part.batch)]
+        tokens_T, length_B = (np.concatenate([one.tensors[f"rendered_{unit}"] for one in graded]) for unit in "TB")
+        every = Batch({"tokens_T": tokens_T, "length_B": length_B, "id_B": id_B}).select(np.flatnonzero(length_B))
         score_of, num_tokens = dict[int, float](), 0
-        if parts:
-            every = Batch.concat(parts)
+        if len(every):
             texts = [piece.tobytes() for piece in np.split(every["tokens_T"], every.offsets[1:-1])]
             first_of = {text: number for number, text in reversed([*enumerate(texts)])}
             batch = every.select(np.array(sorted(first_of.values()), dtype=np.int64))
@@ -99,32 +96,9 @@ class ScoreModel:
                 score_of |= dict(zip(batch["id_B"][shard].tolist(), answer.tensors["score_B"].tolist(), strict=True))
             firsts = every["id_B"][[first_of[text] for text in texts]].tolist()
             score_of = {id_: score_of[first] for id_, first in zip(every["id_B"].tolist(), firsts, strict=True)}
-        ids = id_B.tolist()
-        failures, first_failure = _newly_lost([bodies.Rendered.of(answer) for answer in rendered], lost_ids)
-        return TermScores(
-            {self.number: np.array([score_of.get(sample, 0.0) for sample in ids], dtype=np.float32)},
-            np.array([sample in score_of for sample in ids], dtype=bool),
-            failures,
-            {"model_tokens": num_tokens, "model_s": time.perf_counter() - begin},
-            first_failure,
-        )
-
-
-def of_judges(judged: Sequence[Message], lost_ids: Collection[int]) -> TermScores:
-    """Return the judges' grades of samples. `lost_ids`: of those without a score already, which are not lost twice."""
-    found = TermScores.concat([TermScores.of(answer) for answer in judged])
-    failures, first = _newly_lost([bodies.Scores.of(answer) for answer in judged], lost_ids)
-    return replace(found, failures=failures, first_failure=first)
-
-
-def _newly_lost(
-    answers: Sequence[bodies.Scores | bodies.Rendered], lost_ids: Collection[int]
-) -> tuple[dict[str, int], str]:
-    """Count by cause the samples without a score that are not in `lost_ids`; return it, and why the first has none."""
-    failed = {id_: why for answer in answers for id_, why in answer.failed.items()}
-    lost = [why for id_, why in failed.items() if int(id_) not in lost_ids]
-    counts = Counter(cause for cause, _ in lost)
-    return {cause: counts[cause] for answer in answers for cause in answer.failures}, lost[0][1] if lost else ""
+        value_B = np.array([score_of.get(sample, 0.0) for sample in id_B.tolist()], dtype=np.float32)
+        counts = {"model_tokens": num_tokens, "model_s": time.perf_counter() - begin}
+        return TermScores({self.number: value_B}, length_B > 0, counts=counts)
 
 
 def of_environments(batch: Batch, number: int | None) -> TermScores:

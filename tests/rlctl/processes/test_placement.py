@@ -174,6 +174,16 @@ def test_replicas_on_nodes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan(actor={"devices": [0]}, rollout={**rollout, "first_node": 0}, cluster=cluster).colocated
 
 
+def test_judges_keys_reach_the_reward_role_on_other_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    judge = {"kind": "judge", "base_url": "http://h", "model": "m", "prompt": "{completion}", "min_score": 0}
+    terms = [{**judge, "max_score": 1, "key_env": name} for name in ("JUDGE_KEY", "NOT_SET", "")]
+    two_nodes = {"nodes": 2, "processes": 2}
+    made = plan(reward={"terms": terms, **two_nodes}, rollout=two_nodes, cluster={"kind": "ray"}, names="ab")
+    given = {role.role: [{*node.env} & {"JUDGE_KEY", "NOT_SET", ""} for node in role.remote] for role in made.roles}
+    assert given == {"data": [], "reward": [{"JUDGE_KEY"}], "rollout": [set()], "actor": []}
+
+
 def test_memory_that_another_process_maps_is_not_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     one_gpu = {"actor": {"devices": [0]}, "rollout": {"devices": [0]}}
     asked = "max_split_size_mb:64, expandable_segments:True"

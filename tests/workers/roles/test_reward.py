@@ -16,19 +16,21 @@ import pytest
 from given_up import LIMIT_S, given_up
 from judge_server import Asked, judge_server, says, status
 from local_group import replied
+from probe_groups import wait_until
 
 import specs
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
-from rlctl.loop.scores.term_scores import of_judges
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import DataError, ModelError, RewardError
 from specs.load.load import spec_from
 from specs.wire.as_built import AsBuilt
 from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, PROMPT_COLUMNS, Kind, Message, Verb, parse
+from specs.wire.role_config import ScoreText
 from workers.data.prompts import PromptTable
 from workers.episodes.trajectory import BRANCH_BITS
+from workers.grading.score_text import ScoreTexts
 from workers.roles.data import Data
 from workers.roles.reward import Reward
 from workers.serve import Handlers
@@ -93,6 +95,10 @@ class Role:
         self.call(Verb.OPEN_DATA)
         return self.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": count, "group_size": group_size})
 
+    def later(self, answers: Batch, **body: Any) -> Future[Message]:
+        """Their scores to come."""
+        return self._threads.submit(self.score, answers, **body)
+
     def score(self, answers: Batch, samples: int = 0, **body: Any) -> Message:
         """`samples`: how many, spread over the batch, come back as text."""
         places = np.linspace(0, len(answers) - 1, min(samples, len(answers))).astype(int)
@@ -101,13 +107,6 @@ class Role:
             answers = answers.with_columns(finished_B=np.ones(len(answers), dtype=np.uint8))
         needed = answers.only(COLUMNS[Verb.SCORE].needs)
         return self.call(Verb.SCORE, {"what": "train", **body}, dict(needed.columns))
-
-    def judge(self, answers: Batch) -> Future[Message]:
-        """Their grades to come."""
-        columns = answers.only(COLUMNS[Verb.JUDGE].needs).columns
-        return self._threads.submit(
-            self._call, self.reward, Verb.JUDGE, {"what": "train", "rows": self.rows}, dict(columns)
-        )
 
 
 @pytest.fixture
@@ -309,8 +308,28 @@ def test_a_process_that_is_started_again_grades_by_the_code_of_the_start(
     assert role.score(answered(prompts, codec, ["1", "22"])).tensors["term_0_B"].tolist() == [1.0, 1.0]
 
 
+def test_what_a_reward_model_cannot_read_is_lost_once(role: Role, codec: TextCodec, tmp_path: Path) -> None:
+    """Of two that are too long for it, a reward function has raised on one."""
+    (tmp_path / "r.py").write_text("def score(completion):\n    return 1 / (len(completion) - 5)\n")
+    role.build([{"kind": "function", "path": "r.py:score"}])
+    said = ["1", "22", "55555", "444444"]
+    prompts = role.opened(2, 2).batch
+    config = {"path": DIGITS, "trust_remote_code": False, "chat": "never"}
+    most = len(prompts.sequences("tokens_T")[0]) + len("22") + 1
+    role.reward_role._score_texts = ScoreTexts(ScoreText(**config, max_sequence_tokens=most), codec)
+    found = role.score(answered(prompts, codec, said))
+    assert found.tensors["scored_B"].tolist() == [1, 1, 0, 0]
+    assert {cause: count for cause, count in found.body["failures"].items() if count} == {
+        "exceptions": 1,
+        "model_overlong": 1,
+    }
+    ends = np.cumsum(found.tensors["rendered_B"])
+    read = codec.decode([one.tolist() for one in np.split(found.tensors["rendered_T"], ends)[:4]])
+    assert [one[-len(text) :] for one, text in zip(read, said, strict=True)] == ["1", "22", "", ""]
+
+
 def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> None:
-    """`score` answers while `judge` has not. A completion is lost once."""
+    """What a host grades itself it grades while judges wait, of several parts at once. A completion is lost once."""
     release = threading.Event()
     scores = {"1": says("0.5"), "22": says("0.25")}
 
@@ -320,27 +339,36 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
 
     with judge_server(always=waits) as server:
         judge = {"kind": "judge", "base_url": server.base_url, "model": "m", "prompt": "rate:{completion}"}
-        (tmp_path / "r.py").write_text("def score(prompt, completion, row):\n    return 1 / (len(completion) - 3)\n")
+        (tmp_path / "r.py").write_text(
+            "def score(prompt, completion, row):\n"
+            f"    open({str(tmp_path / 'graded')!r}, 'a').write('1')\n"
+            "    return 1 / (len(completion) - 3)\n"
+        )
         own = {"kind": "function", "path": "r.py:score"}
         role.build([{**judge, "min_score": 0, "max_score": 1, "weight": 4.0}, own])
         prompts = role.opened(2, 2).batch
-        first_judged = role.judge(answered(prompts, codec, ["1", "22", "333", "4444"]))
-        first = role.score(answered(prompts, codec, ["1", "22", "333", "4444"]), samples=1)
-        assert first.tensors["term_1_B"].tolist() == [-0.5, -1.0, 0.0, 1.0]
-        assert first.tensors["scored_B"].tolist() == [1, 1, 0, 1]
-        assert set(first.tensors) == {"scored_B", "term_1_B"}
-        second_judged = role.judge(answered(prompts, codec, ["22", "22", "1", "1"]))
+        later = [
+            role.later(answered(prompts, codec, said), samples=1)
+            for said in (["1", "22", "333", "4444"], ["4444", "22", "1", "1"])
+        ]
+        graded = tmp_path / "graded"
+        assert wait_until(lambda: graded.exists() and len(graded.read_text()) == 8), "both, before a judge has replied"
+        assert not any(one.done() for one in later)
         release.set()
-        lost = set(prompts["id_B"][first.tensors["scored_B"] == 0].tolist())
-        judged = of_judges([first_judged.result(60), second_judged.result(60)], lost)
-    assert judged.scored_B.tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
-    assert judged.value_B[0].tolist() == [0.5, 0.25, 0, 0, 0.25, 0.25, 0.5, 0.5]
-    assert first.body["failures"] == {"timeouts": 0, "crashes": 0, "exceptions": 1, "bad_values": 0}
-    assert judged.failures["judge_errors"] == 1, "that of 333 was lost already"
+        first, second = (one.result(60) for one in later)
+    assert first.tensors["scored_B"].tolist() == [1, 1, 0, 0]
+    assert second.tensors["scored_B"].tolist() == [0, 1, 1, 1]
+    assert first.tensors["term_0_B"].tolist() == [0.5, 0.25, 0, 0]
+    assert second.tensors["term_0_B"].tolist() == [0, 0.25, 0.5, 0.5]
+    assert first.tensors["term_1_B"].tolist() == [-0.5, -1.0, 0.0, 1.0]
+    assert set(first.tensors) == {"scored_B", "term_0_B", "term_1_B"}
+    own = {"timeouts": 0, "crashes": 0, "exceptions": 1, "bad_values": 0}
+    assert {cause: first.body["failures"][cause] for cause in own} == own
+    assert first.body["failures"]["judge_errors"] == 1, "that of 333 was lost already"
     assert first.body["first_failure"].endswith(f", sample {prompts['id_B'][2]})")
-    said = judged.first_failure
+    said = second.body["first_failure"]
     assert said.startswith("reward.terms[0]: HTTP 400: <html> not you </html> (")
-    assert said.endswith(f", sample {prompts['id_B'][3]})")
+    assert said.endswith(f", sample {prompts['id_B'][0]})")
     lines = (tmp_path / "run" / "reward_failures.jsonl").read_text().splitlines()
     found = [(record["completion"], record["cause"]) for record in map(json.loads, lines)]
-    assert found == [("333", "exceptions"), ("333", "judge_errors"), ("4444", "judge_errors")]
+    assert sorted(found) == [("333", "exceptions"), ("4444", "judge_errors"), ("4444", "judge_errors")]

@@ -51,34 +51,16 @@ class NumberingGroup:
 
 def test_the_same_tokens_score_the_same() -> None:
     """Five samples for two ranks; one of them the model cannot read."""
-    sequences, ids = [[1, 2], [3], [1, 2], [2, 1], [3]], [40, 41, 42, 43, 45]
-    columns = {
-        "tokens_T": np.concatenate(sequences),
-        "length_B": np.array([*map(len, sequences)]),
-        "id_B": np.array(ids),
-    }
-    rendered = Message(
-        Kind.ANSWER, {"failures": {"model_overlong": 1}, "first_failure": "long"}, Verb.RENDER, 1, columns
-    )
+    sequences = [[1, 2], [3], [1, 2], [2, 1], [3]]
+    columns = {"rendered_T": np.concatenate(sequences), "rendered_B": np.array([2, 1, 2, 2, 0, 1])}
+    graded = Message(Kind.ANSWER, {}, Verb.SCORE, 1, columns)
     group = NumberingGroup()
     model = ScoreModel(group, 0, print, lambda batch: [np.array([1, 2]), np.array([0])])
-    found = model.score([rendered], np.arange(40, 46), 1)
+    found = model.score([graded], np.arange(40, 46), 1)
     assert group.asked == [2, 1]
     assert found.value_B[0].tolist() == [10, 0, 10, 1, 0, 0]
     assert found.scored_B.tolist() == [True, True, True, True, False, True]
     assert found.counts["model_tokens"] == 5
-
-
-def test_what_is_lost_already_is_not_lost_to_the_model_too() -> None:
-    """Of three samples that the model cannot read, a reward function has raised on one."""
-    why = {"41": ["model_overlong", "a"], "42": ["model_overlong", "b"], "43": ["model_template", "c"]}
-    body = {"failures": {"model_overlong": 2, "model_template": 1}, "first_failure": "a", "failed": why}
-    columns = {"tokens_T": np.array([7]), "length_B": np.array([1]), "id_B": np.array([40])}
-    rendered = Message(Kind.ANSWER, body, Verb.RENDER, 1, columns)
-    model = ScoreModel(NumberingGroup(), 0, print, lambda batch: [np.array([0])])
-    found = model.score([rendered], np.arange(40, 44), 1, {41})
-    assert (found.failures, found.first_failure) == ({"model_overlong": 1, "model_template": 1}, "b")
-    assert found.scored_B.tolist() == [True, False, False, False]
 
 
 def test_weights_and_failures() -> None:
