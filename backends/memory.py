@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,11 +23,7 @@ def held_GiB(device: str) -> float:
         import torch
 
         return torch.cuda.memory_reserved() / GIB
-    try:
-        own = _status_bytes(os.getpid())
-    except OSError:  # not Linux: only the peak is available
-        return peak_GiB(device)
-    return (_unmapped(own) + sum(_held_by_started(os.getpid()))) / GIB
+    return (_unmapped(_status_bytes(os.getpid())) + sum(_held_by_started(os.getpid()))) / GIB
 
 
 def _status_bytes(process: int) -> dict[str, int]:
@@ -60,12 +54,8 @@ def peak_GiB(device: str) -> float:
         import torch
 
         return torch.cuda.max_memory_reserved() / GIB
-    try:
-        status = _status_bytes(os.getpid())
-        return (status["VmHWM"] - status["RssFile"]) / GIB
-    except OSError:
-        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return largest * (1 if sys.platform == "darwin" else 1024) / GIB
+    status = _status_bytes(os.getpid())
+    return (status["VmHWM"] - status["RssFile"]) / GIB
 
 
 def forget_peak(device: str) -> None:
@@ -104,5 +94,5 @@ def hand_back(device: str) -> None:
         import torch
 
         torch.cuda.empty_cache()
-    elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

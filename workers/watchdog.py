@@ -24,7 +24,7 @@ _CLEANERS = (b"multiprocessing.resource_tracker", b"workers.environments.zygote"
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that started it ends (Linux; elsewhere nothing happens).
+    """Have the kernel signal this process when the thread that started it ends.
 
     A parent that died before this call goes unnoticed here: pair it with `watch_process`.
     """
@@ -33,9 +33,8 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 def set_process_name(name: str) -> None:
     """Name shown by `ps` and `top`; the kernel keeps 15 bytes."""
-    if sys.platform == "linux":
-        buffer = ctypes.create_string_buffer(name.encode()[:15])
-        _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def watch_process(pid: int) -> threading.Thread:
@@ -46,7 +45,7 @@ def watch_process(pid: int) -> threading.Thread:
 
 
 def pids_marked(variable: str) -> list[int]:
-    """Return other processes that were started with `NAME=value` in their environment (Linux).
+    """Return other processes that were started with `NAME=value` in their environment.
 
     One that is in the middle of `exec` has none for a moment, and is not seen.
     """
@@ -121,5 +120,4 @@ def _wait_then_exit(pid: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -16,8 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> int:
     role_pid, dashes, *server_args = argv
     assert dashes == "--", argv
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # stays in effect after the exec below
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # stays in effect after the exec below
     if os.getppid() != int(role_pid):
         return 1  # the role ended before the call above
     os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *server_args])

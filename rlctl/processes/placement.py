@@ -154,7 +154,7 @@ def usable_cores() -> int:
             hint = "unset it to use every core"
             raise SpecError([Problem("RLCTL_CPU_CORES", "must be a positive whole number", hint, cores_set)])
         return int(cores_set)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _CGROUP_LIMIT.read_text().split()
     except (OSError, ValueError):

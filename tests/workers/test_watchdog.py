@@ -24,7 +24,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="marks are read from /proc")
 def test_shared_memory_of_a_killed_process_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Python's own tracker, a child that ends last: samplers share memory with their workers so."""
     monkeypatch.setattr(watchdog, "_CLEANING_S", 60.0)
@@ -49,7 +48,6 @@ def test_shared_memory_of_a_killed_process_is_removed(monkeypatch: pytest.Monkey
     assert pids_marked(mark) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="marks are read from /proc")
 def test_a_process_is_waited_for_until_it_has_let_go_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses its environment first. Here it does so at its kill, which takes effect later."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"

@@ -297,7 +297,7 @@ def _came_of_refusal(error: BaseException | None) -> bool:
 
 
 def children() -> set[int]:
-    """Return this process's children; of a subreaper also what its descendants left behind (Linux)."""
+    """Return this process's children; of a subreaper also what its descendants left behind."""
     found: set[int] = set()
     for thread in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -170,7 +169,6 @@ print(weights, cache, awake, one, two, resident())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory as Linux counts it")
 def test_sleep_gives_memory_back_to_the_system(tmp_path: Path) -> None:
     wide = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
     folder = write_model(tmp_path / "model", **wide, num_attention_heads=16, num_key_value_heads=16)
