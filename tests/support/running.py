@@ -130,10 +130,12 @@ def workers_of(run_dir: Path) -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
-            command, name, place = process.cmdline(), process.name(), os.readlink(f"/proc/{process.pid}/fd/1")
+            if str(run_dir) not in (place := os.readlink(f"/proc/{process.pid}/fd/1")):
+                continue
+            command, name = process.cmdline(), process.name()
         except (psutil.Error, OSError):
             continue
         forked = name.startswith("rlctl-") and name != "rlctl-node"
-        if (forked or "workers.main" in command) and str(run_dir) in place:
+        if forked or "workers.main" in command:
             found.setdefault(Path(place).parent.name, []).append(process)
     return found

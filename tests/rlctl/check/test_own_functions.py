@@ -71,7 +71,7 @@ def file(tmp_path: Path) -> Path:
         ("advantage", "bad.py:short", "returned shape (5,) for 6 rollouts"),
         ("advantage", "bad.py:nan", "for rollout 0 (score 1)"),
         ("advantage", "bad.py:leaves", "trying it ended the process (status 3)"),
-        ("advantage", "bad.py:detached", "calling it raised AttributeError in line 15: "),
+        ("advantage", "bad.py:detached", "calling it raised AttributeError in line 21: "),
         ("advantage", "bad.py:shrot", "bad.py defines no function shrot"),
         ("loss", "bad.py:infinite", "its loss is not finite"),
     ],

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import crashing
 import pytest
-import talking_runs
 from optional import MEGATRON_PYTHON, VLLM_PYTHON, needs_vllm
 from running import finish, metrics, preset, settings, trained, warm_python
+from talking_runs import TORCH, write
 
 ON_MEGATRON = {
     "actor__engine": '{ kind = "megatron", tensor_parallel = 2 }',
@@ -134,7 +134,7 @@ def test_adapters_travel_alone_after_the_first_sync(adapters: Path) -> None:
 def test_every_turn_is_what_one_pass_over_the_episode_says(tmp_path: Path) -> None:
     engine = 'rollout.engine={kind="vllm", max_sequences=32, kv_cache_GiB=0.5}'
     options = settings(engine, f"rollout.python={VLLM_PYTHON}", "rollout.threads=1", "actor.threads=1", "run.steps=2")
-    talking_runs.train(talking_runs.write(tmp_path), tmp_path / "run", *talking_runs.TORCH, *options)
+    finish("train", write(tmp_path), "--run-dir", tmp_path / "run", *TORCH, *options)
     for line in trained(tmp_path / "run"):
         assert line["episode/turns_mean"] == 3
         assert 0 < line["rollout/logprob_gap_max"] < 1e-4
