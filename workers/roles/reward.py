@@ -104,14 +104,12 @@ class Reward:
         and what the reward model is to read. The body brings the rows of these samples by number
         (`workers/roles/data.py`)."""
         requests, request_B = self._requests(call.batch, call.body.rows, call.body.episodes)
-        judged = self._judges.start(requests) if self._judges else {}
-        graded = self._grading.submit(self._grade, requests)
-
-        def finish() -> Reply:
-            here, by_judges = graded.result(), self._judges.collect(judged) if self._judges else {}
-            return self._scores(call, requests, request_B, here, by_judges)
-
-        return self._waiting.submit(finish)
+        if (judges := self._judges) is None:
+            return self._grading.submit(lambda: self._scores(call, requests, request_B, self._grade(requests), {}))
+        judged, graded = judges.start(requests), self._grading.submit(self._grade, requests)
+        return self._waiting.submit(
+            lambda: self._scores(call, requests, request_B, graded.result(), judges.collect(judged))
+        )
 
     def _grade(self, requests: Sequence[GradeRequest]) -> Graded:
         """Return what the terms of the grading processes say, and what the reward model is to read."""
