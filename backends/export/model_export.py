@@ -102,7 +102,7 @@ def write_model(source: Source, out: Path, shard_bytes: int, progress: Progress)
     write_folder(out, published, shard_bytes, _counting(published, "writing", progress))
     try:
         tokenizer.save_pretrained(out)
-    except Exception:  # the tokenizers library raises bare Exception; on a full disk, writing on raises OSError
+    except Exception:  # tokenizers raises no OSError: where the disk is full, the next write does
         with (out / "tokenizer.json").open("ab") as file:
             file.write(bytes(1 << 20))
         raise

@@ -61,7 +61,7 @@ def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False)
     target = out or (run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("comparison.html"))
     if target.is_file() and not replaceable(target):
         hint = "name another file with --out, or move this one away"
-        raise UsageError(f"{target} is there, and is no page that rlctl wrote", hint=hint)
+        raise UsageError(f"{target} exists, and is not a page that rlctl wrote", hint=hint)
     screen, goes_on, tables = progress_screen(as_json=as_json), "", []
     if len(run_dirs) == 1:
         (run_dir,) = run_dirs

@@ -43,7 +43,7 @@ def _section(title: str, samples: Sequence[dict[str, Any]]) -> str:
         with suppress(AttributeError, LookupError, OverflowError, TypeError, ValueError):  # not as rlctl writes it
             rows.append(_row(sample))
     odd = len(samples) - len(rows)
-    left_out = note(f"left out, for they have not the form of samples: {counted(odd, 'line')}") if odd else ""
+    left_out = note(f"left out: {counted(odd, 'line')} that rlctl did not write so") if odd else ""
     table = f"<div class=wide><table><tr>{head}</tr>{''.join(rows)}</table></div>{left_out}"
     return f"<section><h2>{html(title)}</h2><form autocomplete=off>{inputs}{table}</form></section>"
 

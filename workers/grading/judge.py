@@ -66,7 +66,7 @@ JudgedSamples = Mapping[int, Sequence[Future[Grade]]]
 
 
 class JudgePanel:
-    """All judges of a run. `start` belongs to one thread."""
+    """All judges, as one host asks them. `start` belongs to one thread."""
 
     def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path, whose: str = "") -> None:
         """`terms`: by their number in `reward.terms`; `whose`: ends the names of files that this host alone writes.

@@ -81,3 +81,18 @@ def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
         assert not steady.restore(3)
         of_all = [graded_by(tmp_path, rank) for rank in range(3)]
         assert sorted(number for of_one in of_all for number in of_one) == [*range(36)], "each once"
+
+
+def test_while_judges_are_asked_a_rank_is_at_several_parts() -> None:
+    sent: list[int] = []
+
+    class TwoRanks:
+        ready = (0, 1)
+
+        def post(self, *_: object, ranks: Sequence[int], **__: object) -> None:
+            sent.extend(ranks)
+
+    graders = Graders(TwoRanks(), at_once=2)  # type: ignore[arg-type]
+    for number in range(6):
+        part(graders, number)
+    assert sent == [0, 1, 0, 1], "the others wait"
