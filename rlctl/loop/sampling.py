@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import first_valid
-from rlctl.loop.scores.graders import WITH_JUDGES, Graders, Grading
+from rlctl.loop.scores.graders import Graders, Grading
 from rlctl.loop.scores.term_scores import TermScores, add_up, of_environments
 from rlctl.processes.calls import RanksFailed
 from specs.schema.metric import Metric, metrics
 from specs.schema.recipes import SamplingSpec
-from specs.schema.rewards import MAX_SCORE
+from specs.schema.rewards import JUDGED_PARTS, MAX_SCORE
 from specs.schema.spec import RewardSection
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -90,7 +90,7 @@ class Sampler:
         self.score_model, self._generation = score_model, generation or Generation
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         judged = any(term.graded_by == "judge" for term in spec.reward_terms)
-        self.graders = Graders(reward, WITH_JUDGES if judged else 1)
+        self.graders = Graders(reward, JUDGED_PARTS if judged else 1)
         self.prefix_counts: dict[What, Counter[str]] = defaultdict(Counter)
         self.forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: samples that it may drop (`TurnRelay`)
         self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start

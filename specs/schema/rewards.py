@@ -12,6 +12,7 @@ from specs.schema.table import FunctionPath, NonEmpty, PathText, Table, unusable
 from specs.templates import template_columns
 
 MAX_SCORE = 1e18  # of a term and of the weighted sum: squares of it, and sums over a batch, are finite in float32
+JUDGED_PARTS = 32  # of a batch that a rank of the reward role grades at once, where judges are asked
 
 
 GradedBy = Literal["processes", "judge", "model", "environment"]

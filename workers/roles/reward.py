@@ -15,7 +15,7 @@ from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
 from specs.schema.environment import STOP_REASONS, UNSCORED
-from specs.schema.rewards import Judge
+from specs.schema.rewards import JUDGED_PARTS, Judge
 from specs.schema.row_values import gold_answer
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
@@ -34,8 +34,6 @@ from workers.serve import Emit, Handler, Reply, Request, typed
 
 if TYPE_CHECKING:
     from workers.episodes.episode_runner import EpisodeRunner
-
-_WAITING = 32
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Reward:
         self._log: FailureLog | None = None
         self._runner: EpisodeRunner | None = None
         self._grading = ThreadPoolExecutor(1, "grading of a call")
-        self._waiting = ThreadPoolExecutor(_WAITING, "judges' grades")  # threads that wait; requests are out already
+        self._waiting = ThreadPoolExecutor(JUDGED_PARTS, "judges' grades")  # threads that wait
 
     def build(self, call: Request[RewardConfig], emit: Emit) -> Reply:
         """Start the grading processes and load the tokenizer. Raises RewardError or ModelError."""
@@ -103,7 +101,7 @@ class Reward:
         """Have every sample graded, by this host and by judges at the same time; return `samples` of them as text, too,
         and what the reward model is to read. The body brings the rows of these samples by number
         (`workers/roles/data.py`)."""
-        requests, request_B = self._requests(call.batch, call.body.rows, call.body.episodes)
+        requests, request_B = self._requests(call)
         if (judges := self._judges) is None:
             return self._grading.submit(lambda: self._scores(call, requests, request_B, self._grade(requests), {}))
         judged, graded = judges.start(requests), self._grading.submit(self._grade, requests)
@@ -183,15 +181,11 @@ class Reward:
             self._judges.close()
         return {}, {}
 
-    def _requests(
-        self,
-        batch: Batch,
-        rows: Mapping[str, bodies.Row],
-        episodes: Mapping[str, Mapping[str, Any]],
-    ) -> tuple[list[GradeRequest], list[int]]:
+    def _requests(self, call: Request[bodies.Score]) -> tuple[list[GradeRequest], list[int]]:
         """Return one request per rollout, with the text that the policy wrote in all of its samples, and the request of
-        each sample. `episodes`: by sample."""
+        each sample."""
         assert self._codec is not None
+        batch, rows, episodes = call.batch, call.body.rows, call.body.episodes
         batch.require(COLUMNS[Verb.SCORE].needs, Verb.SCORE)
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
         samples = zip(batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
 
-WITH_JUDGES = 32  # parts at a rank: their requests are under way together
-
 
 @dataclass(eq=False)
 class Grading:
