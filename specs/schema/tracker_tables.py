@@ -57,7 +57,7 @@ class Trackio(Tracker):
     """Space to log to, `owner/name`; empty: `TRACKIO_SPACE_ID`, else this machine."""
 
 
-def _without_password(uri: str) -> str:
+def _tracking_uri(uri: str) -> str:
     """Return `uri`, if it may be kept in the run directory. Raises PydanticCustomError."""
     if re.search(r"://[^/]*:[^/]*@", uri):
         hint = "take it out and set MLFLOW_TRACKING_USERNAME and _PASSWORD; for a database, set MLFLOW_TRACKING_URI"
@@ -73,7 +73,7 @@ class MLflow(Tracker):
     kind: Literal["mlflow"]
     experiment: NonEmpty
     """Experiment that the run appears in; made where it is not there."""
-    tracking_uri: Annotated[str, AfterValidator(_without_password)] = ""
+    tracking_uri: Annotated[str, AfterValidator(_tracking_uri)] = ""
     """Server, or a database such as `sqlite:///mlflow.db`; empty: `MLFLOW_TRACKING_URI`, which may hold a password,
     else MLflow's default."""
 
