@@ -121,6 +121,7 @@ def serve(peer: Peer, handlers: Handlers) -> None:
             # would walk through all of them: 5 % of the time of decoding on a CPU.
             gc.collect()
             gc.freeze()
+            gc.enable()
 
 
 def _reply(peer: Peer, handlers: Handlers, call: Message, open_calls: set[int]) -> None:

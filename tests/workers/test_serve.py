@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import deque
@@ -54,6 +55,22 @@ def test_parts_then_the_answer_then_goodbye() -> None:
         (Kind.ANSWER, Verb.CLOSE, 99),
     ]
     np.testing.assert_array_equal(tape.answers[0].tensors["x_T"], [0, 1])
+
+
+def test_garbage_is_collected_once_the_role_is_built() -> None:
+    seen = []
+
+    def build(message: Message, emit: Emit) -> Reply:
+        seen.append(gc.isenabled())
+        return {}, {}
+
+    gc.disable()  # as `main` does, for the imports
+    try:
+        serve(Tape(call(Verb.PING, 3), call(Verb.BUILD, 4)), {Verb.BUILD: build})
+        assert (seen, gc.isenabled()) == ([False], True)
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 class Counting:
