@@ -6,37 +6,29 @@ with chunks only so far back. Suffix: T tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.packed.packed_attention import CHUNKED, SLIDING, Reach
+from backends.packed.packing import MicroBatch
 from backends.packed.staging import Staging
 
 FULL = "full_attention"
 
 
 class PackedRows:
-    """Segments of `lengths`, one after another; each is a sequence or continues segment `parents[i]` (-1: none)."""
+    """Segments of a micro-batch, one after another; each is a sequence or continues another one."""
 
-    def __init__(
-        self,
-        positions_T: NDArray[np.int64],
-        lengths: Sequence[int],
-        parents: Sequence[int] | None,
-        staging: Staging,
-    ) -> None:
-        segment_T = np.repeat(np.arange(len(lengths)), lengths)
-        continued = np.full(len(lengths), -1) if parents is None else np.asarray(parents)
+    def __init__(self, micro: MicroBatch, staging: Staging) -> None:
+        segment_T = np.repeat(np.arange(len(micro.lengths)), micro.lengths)
+        columns = segment_T, np.array(micro.parents)[segment_T], micro.positions_T
         self.length, self.device = len(segment_T), staging.device
-        self.segment_T, self.parent_T, self.position_T = (
-            staging.put(column) for column in (segment_T, continued[segment_T], positions_T)
-        )
+        self.segment_T, self.parent_T, self.position_T = map(staging.put, columns)
         staging.send()  # masks are made of them at once
 
     # What compares queries with keys must not compute with them first: [T, T] of whole numbers are 8 bytes each.

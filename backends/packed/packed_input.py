@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from backends.packed.layout import PackedLayout
 from backends.packed.masks import PackedRows, block_masks
 from backends.packed.packed_attention import use_layout
+from backends.packed.packing import MicroBatch
+from backends.packed.row_ops import RowCopies
 from backends.packed.staging import Staging
 from backends.packed.state_layers import SegmentPlan, has_state_layers, use_rows
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
@@ -59,38 +60,35 @@ def _implementation(model: PreTrainedModel) -> str:
 
 
 def packed_row(
-    model: PreTrainedModel,
-    staging: Staging,
-    tokens_T: NDArray[np.int64],
-    positions_T: NDArray[np.int64],
-    lengths: Sequence[int],
-    parents: Sequence[int] | None = None,
-    group: SequenceGroup = ALONE,
-) -> PackedInput:
-    """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one. They
-    are there when `staging` is sent. Of a row that a group shares they are this rank's part.
+    model: PreTrainedModel, staging: Staging, micro: MicroBatch, group: SequenceGroup = ALONE
+) -> tuple[PackedInput, RowCopies]:
+    """Return what the model's backbone takes of a micro-batch, and how the rows whose targets count are copied from
+    what comes out. Both are there when `staging` is sent. Of a row that a group shares they are this rank's part.
 
     Raises ModelError for an attention that cannot keep sequences apart.
     """
-    implementation = _implementation(model)
-    own_T = slice(None) if group.alone else group.own_rows(len(tokens_T))
+    own_T = slice(None) if group.alone else group.own_rows(micro.num_tokens)
     inputs: dict[str, Any] = {
-        "input_ids": staging.put(tokens_T[own_T])[None],
-        "position_ids": staging.put(positions_T[own_T])[None],
+        "input_ids": staging.put(micro.tokens_T[own_T])[None],
+        "position_ids": staging.put(micro.positions_T[own_T])[None],
+        "attention_mask": None,
         "use_cache": False,  # with a cache, transformers forgets that the row is packed
     }
-    segments = SegmentPlan(lengths, parents, staging.put) if has_state_layers(model) else None
+    implementation, layout, unfused = _implementation(model), None, False
     if implementation in ("sdpa", "eager"):
-        layout = PackedLayout(lengths, staging.device, parents, staging.put)
-        return PackedInput({**inputs, "attention_mask": layout.mask}, layout, segments, group=group)
-    if implementation in FLASH:
-        assert parents is None or max(parents) < 0, "can_share_prompts"
-        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, staging)}, None, segments, group=group)
-    if implementation != "flex_attention":
+        layout = PackedLayout(micro.lengths, staging.device, micro.parents, staging.put)
+        inputs["attention_mask"] = layout.mask
+    elif implementation in FLASH:
+        assert max(micro.parents) < 0, "can_share_prompts"
+        inputs |= _varlen(micro.lengths, staging)
+    elif implementation == "flex_attention":
+        inputs["attention_mask"] = block_masks(model, PackedRows(micro, staging))
+        unfused = staging.device.type == "cpu"  # for some masks torch 2.13 makes C++ that does not compile of it
+    else:
         raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
-    masks = block_masks(model, PackedRows(positions_T, lengths, parents, staging))
-    unfused = staging.device.type == "cpu"  # for some masks torch 2.13 makes C++ that does not compile of it
-    return PackedInput({**inputs, "attention_mask": masks}, None, segments, unfused, group)
+    segments = SegmentPlan(micro.lengths, micro.parents, staging.put) if has_state_layers(model) else None
+    rows_N = RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
+    return PackedInput(inputs, layout, segments, unfused, group), rows_N
 
 
 def _varlen(lengths: Sequence[int], staging: Staging) -> dict[str, Any]:

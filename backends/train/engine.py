@@ -65,7 +65,7 @@ from backends.train.role_group import (
 from backends.train.score_head import ScoreLossTask, ValueColumns, ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, ShardReader, TensorKind, write_shards
 from backends.train.trainer_state import TrainerState, lr_at
-from backends.train.verify_packing import verify_packing
+from backends.train.verify_packing import row_logits, verify_packing
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
 from backends.ulysses.shared_batch import share_batch, sum_of_ranks
 from backends.weights.checksum import checksum_bytes, checksum_weights
@@ -264,12 +264,19 @@ class HfTrainEngine(TrainEngine):
         heaviest = (lambda work: heaviest_of_any_rank(work, self.device)) if self.in_step else None
         return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part, heaviest)
 
-    def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
-        """A micro-batch's row, or this rank's part of it, and the rows whose targets count."""
-        group = ALONE if micro is NOTHING else self.sequences
-        model, segments = self.policy.model, (micro.lengths, micro.parents)
-        row = packed_row(model, staging, micro.tokens_T, micro.positions_T, *segments, group)
-        return row, RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
+    def _rounds_of(
+        self, micros: MicroBatches, task_of: Callable[[MicroBatch, Staging], Task]
+    ) -> Iterator[tuple[MicroBatch, PackedInput, RowCopies, Task]]:
+        """Yield each round's micro-batch, `NOTHING` where other ranks have more, and what `_run` takes of it. Each is
+        made when it is asked for."""
+        for number in range(micros.rounds):
+            micro = micros[number] if number < len(micros) else NOTHING
+            staging = Staging(self.device)
+            row, rows_N = packed_row(self.policy.model, staging, micro, ALONE if micro is NOTHING else self.sequences)
+            task = task_of(micro, staging)
+            staging.send()
+            yield micro, row, rows_N, task
+            activity.count("micro-batch")
 
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
         self._check_head(scores=False)
@@ -303,17 +310,11 @@ class HfTrainEngine(TrainEngine):
         """Return what the head computes at the rows of each micro-batch, in their columns; 0 in the others. Of the
         whole group."""
         column = np.zeros(columns, dtype=np.float32)
-        for number in range(micros.rounds):
-            micro = micros[number] if number < len(micros) else NOTHING
-            staging = Staging(self.device)
-            row, rows_N = self._row(micro, staging)
-            task = task_of(micro, staging)
-            staging.send()
+        for micro, row, rows_N, task in self._rounds_of(micros, task_of):
             with row.attending():
                 found_N: Tensor = self._run(row, rows_N, task)
             if micro is not NOTHING:
                 column[micro.column_N] = found_N.cpu().numpy()
-            activity.count("micro-batch")
         return sum_of_ranks(column, self.sequences.group, self.device)
 
     def _check_head(self, *, scores: bool) -> None:
@@ -346,18 +347,12 @@ class HfTrainEngine(TrainEngine):
         learns = torch.is_grad_enabled()
         task_of = self._loss_tasks(batch, loss, scale)
         metrics = LossMetrics(loss, self.device)
-        for number in range(micros.rounds):
-            micro = micros[number] if number < len(micros) else NOTHING
-            staging = Staging(self.device)
-            row, rows_N = self._row(micro, staging)
-            task = task_of(micro, staging)
-            staging.send()
+        for number, (micro, row, rows_N, task) in enumerate(self._rounds_of(micros, task_of), start=1):
             self.gradients_are_zero = self.gradients_are_zero and not learns
             with row.attending():
                 result: LossResult = self._run(row, rows_N, task)
                 if learns:
-                    self._backward(result[0], last=number == micros.rounds - 1)
-            activity.count("micro-batch")
+                    self._backward(result[0], last=number == micros.rounds)
             if micro is not NOTHING:
                 metrics.add(*result[1:])
         return metrics.read()
@@ -425,13 +420,7 @@ class HfTrainEngine(TrainEngine):
 
     def _logits(self, micro: MicroBatch) -> Tensor:
         """Logits at `hidden_N` of a row, which every rank computes by itself."""
-        staging = Staging(self.device)
-        row = packed_row(self.policy.model, staging, micro.tokens_T, micro.positions_T, micro.lengths)
-        rows_N = RowCopies(micro.hidden_N, micro.num_tokens, staging.put)
-        staging.send()
-        with row.attending():
-            logits_NV: Tensor = self._run(row, rows_N, None)
-        return logits_NV
+        return row_logits(self._run, self.policy.model, self.device, micro)
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 

@@ -60,13 +60,13 @@ def _verify_packing(
     with _as_model_errors(model, "packed sequences"), _plain_attention(model):
         expected_T = _one_by_one(whole, lambda tokens_T: _plainly(run, tokens_T, device))
     with _as_model_errors(model, "packed sequences"):
-        ours_T = _as_the_engine_does(run, model, device, whole, ALONE)
+        ours_T = row_logits(run, model, device, whole)
     _check(ours_T, expected_T, type(model).__name__, _what(model), dtype)
     if group.alone:
         return
     part = part_of(whole, group)
     with _as_model_errors(model, f"rows that {group.size} ranks share"):
-        ours_N = _as_the_engine_does(run, model, device, part, group)
+        ours_N = row_logits(run, model, device, part, group)
     gap = _most_of_group(_relative_gap(ours_N, expected_T[part.column_N]), group, device)
     if not gap < _largest(dtype):
         attention = f"{', '.join(in_effect(model))} attention ({', '.join(functions_called(model))})"
@@ -138,14 +138,12 @@ def _test_row(vocabulary: int, *, share_prompts: bool) -> MicroBatch:
     )
 
 
-def _as_the_engine_does(
-    run: Run, model: PreTrainedModel, device: torch.device, micro: MicroBatch, group: SequenceGroup
+def row_logits(
+    run: Run, model: PreTrainedModel, device: torch.device, micro: MicroBatch, group: SequenceGroup = ALONE
 ) -> Tensor:
-    """Logits at `hidden_N` of the row, or of this rank's part of it."""
+    """Logits at `hidden_N` of a row, or of this rank's part of one that its group shares, as training computes them."""
     staging = Staging(device)
-    segments = (micro.lengths, micro.parents)
-    row = packed_row(model, staging, micro.tokens_T, micro.positions_T, *segments, group)
-    rows_N = RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
+    row, rows_N = packed_row(model, staging, micro, group)
     staging.send()
     with row.attending():
         return run(row, rows_N, None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from families import FAMILIES, LLAMA_LIKE, VOCAB
+from numpy.typing import NDArray
 
+from backends.packed.packing import MicroBatch
 from backends.protocol import LossScale, TrainEngine
 from backends.registry import train_engine
 from specs.schema.algorithms.algorithm import Loss
@@ -47,6 +49,15 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def whole_row(lengths: Sequence[int], tokens_T: NDArray[np.int64], parents: Sequence[int] = ()) -> MicroBatch:
+    """Segments of which every token is asked for."""
+    parents = [*parents] or [-1] * len(lengths)
+    starts = [0 if parent < 0 else lengths[parent] for parent in parents]
+    positions_T = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    place_T = np.arange(len(tokens_T))
+    return MicroBatch([*lengths], [*parents], tokens_T, positions_T, place_T, place_T, place_T)
 
 
 def model_config(folder: Path, **changes: Any) -> ModelConfig:

@@ -26,7 +26,7 @@ from families import FAMILIES, VOCAB  # noqa: E402
 from plain_kernel import put_plain_kernel  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch import distributed as dist  # noqa: E402
-from train_helpers import make_batch, model_config, train_config, write_model  # noqa: E402
+from train_helpers import make_batch, model_config, train_config, whole_row, write_model  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from backends import activity  # noqa: E402
@@ -130,10 +130,7 @@ class Trial:
         lengths = (*LENGTHS, padding) if padding else LENGTHS
         parents = (*self.parents, -1) if padding else self.parents
         tokens_T = np.concatenate([self.tokens_T, np.ones(padding, dtype=np.int64)])
-        starts = [0 if parent < 0 else LENGTHS[parent] for parent in parents]
-        positions_T = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
-        staging = Staging(torch.device("cpu"))
-        row = packed_row(self.model, staging, tokens_T, positions_T, lengths, parents)
+        row, _ = packed_row(self.model, Staging(torch.device("cpu")), whole_row(lengths, tokens_T, parents))
         own = torch.from_numpy(group.own_rows(len(tokens_T)))
         inputs = {**row.inputs, **{name: row.inputs[name][:, own] for name in ("input_ids", "position_ids")}}
         cotangent_TE = nn.functional.pad(self.cotangent_TE, (0, 0, 0, padding))

@@ -17,6 +17,7 @@ from train_helpers import (
     QWEN2,
     assert_same_gradients,
     model_config,
+    whole_row,
     write_model,
 )
 
@@ -48,8 +49,7 @@ def packed_and_single(folder: Path, config: dict[str, Any], implementation: str)
     write_model(folder, config)
     model = build_model(model_config(folder, attn_implementation=implementation), load_weights=True)
     tokens = np.random.default_rng(0).integers(0, config["vocab_size"], sum(LENGTHS))
-    positions = np.concatenate([np.arange(length) for length in LENGTHS])
-    row = packed_row(model, Staging(model.device), tokens, positions, LENGTHS)
+    row, _ = packed_row(model, Staging(model.device), whole_row(LENGTHS, tokens))
     with row.attending():
         packed = model(**row.inputs).logits[0]
     parts = torch.from_numpy(tokens).split(LENGTHS)

@@ -21,6 +21,7 @@ from train_helpers import (
     make_grouped_batch,
     model_config,
     train_config,
+    whole_row,
     write_model,
 )
 
@@ -76,7 +77,7 @@ def test_flash_attention_is_told_where_sequences_end(
     single = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
     model.config._attn_implementation = implementation  # building it so would want a GPU and the package
     assert not can_share_prompts(model)
-    row = packed_row(model, Staging(model.device), tokens, np.concatenate([np.arange(n) for n in LENGTHS]), LENGTHS)
+    row, _ = packed_row(model, Staging(model.device), whole_row(LENGTHS, tokens))
     with row.attending():
         packed = model(**row.inputs).logits[0]
     torch.testing.assert_close(packed, single, atol=2e-5, rtol=1e-4)
@@ -93,4 +94,4 @@ def test_an_attention_that_cannot_keep_sequences_apart_is_refused(tmp_path: Path
     model = build_model(model_config(write_model(tmp_path, QWEN2)), load_weights=True)
     model.config._attn_implementation = "paged|eager"
     with pytest.raises(ModelError, match=r"paged\|eager attention cannot keep the sequences of a packed row apart"):
-        packed_row(model, Staging(model.device), np.arange(4), np.array([0, 1, 0, 1]), [2, 2])
+        packed_row(model, Staging(model.device), whole_row([2, 2], np.arange(4)))
