@@ -80,15 +80,9 @@ def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
     return -(-vocabulary // tensor_ranks) * tensor_ranks
 
 
-def layers_of_stage(layers: int, stage: int, stages: int) -> range:
-    """Layers of a pipeline stage; all stages have as many."""
-    assert layers % stages == 0, (layers, stages)
-    each = layers // stages
-    return range(stage * each, (stage + 1) * each)
-
-
 def part_of(size: int, rank: int, ranks: int) -> range:
-    """Rows or columns of a tensor rank."""
+    """Return what a tensor rank has of rows or columns, an expert rank of experts, a pipeline stage of layers: all as
+    many."""
     assert size % ranks == 0, (size, ranks)
     each = size // ranks
     return range(rank * each, (rank + 1) * each)

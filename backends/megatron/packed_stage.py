@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.megatron.layouts import Experts, layers_of_stage, padded_vocabulary
+from backends.megatron.layouts import Experts, padded_vocabulary, part_of
 from backends.megatron.own_options import with_options
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
@@ -207,7 +207,7 @@ def build_stage(
     have several."""
     chunks = config.virtual_pipeline_model_parallel_size
     stages = config.pipeline_model_parallel_size * (chunks or 1)
-    here = layers_of_stage(model_map.layers, stage, stages)
+    here = part_of(model_map.layers, stage, stages)
     layers = [_layer(config, model_map.experts if model_map.is_sparse(layer) else None) for layer in here]
     built: Stage = Stage(
         config=config,

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from backends.megatron.layouts import Experts, Heads, Slot, layers_of_stage, padded_vocabulary
+from backends.megatron.layouts import Experts, Heads, Slot, padded_vocabulary, part_of
 from backends.weights.tensor_bytes import named_weights
 from specs.errors import ModelError
 
@@ -81,7 +81,7 @@ class ModelMap:
         first, last = stage == 0, stage == stages - 1
         if first:
             found.append(Slot("embedding.word_embeddings.weight", (EMBEDDING,), shard_dim=0, padded=padded))
-        for place, layer in enumerate(layers_of_stage(self.layers, stage, stages)):
+        for place, layer in enumerate(part_of(self.layers, stage, stages)):
             ours, theirs = f"decoder.layers.{place}", f"model.layers.{layer}"
             found += self._attention(ours, theirs)
             found += self._sparse(ours, theirs, experts) if self.is_sparse(layer) else self._dense(ours, theirs)
