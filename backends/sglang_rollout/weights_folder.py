@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from backends.protocol import WeightSpec
@@ -64,9 +65,9 @@ def _file(parent: str, nbytes: int) -> FileIO:
     """A file without a name and with all its room: in a folder, or in memory that takes no mount as `/dev/shm` would.
     Raises OSError."""
     if parent:
-        free, file = shutil.disk_usage(parent).free, FileIO(_nameless(parent), "r+b")
+        free, file = shutil.disk_usage(parent).free, tempfile.TemporaryFile(dir=parent, buffering=0)  # noqa: SIM115
     else:
-        free, file = _available_bytes(), FileIO(os.memfd_create("rlctl-weights"), "r+b")
+        free, file = psutil.virtual_memory().available, FileIO(os.memfd_create("rlctl-weights"), "r+b")
     try:
         if free < nbytes:
             raise OSError(f"{nbytes} bytes needed, {free} free")
@@ -75,17 +76,6 @@ def _file(parent: str, nbytes: int) -> FileIO:
         file.close()
         raise
     return file
-
-
-def _nameless(folder: str) -> int:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return os.dup(file.fileno())
-
-
-def _available_bytes() -> int:
-    """Memory of the host that nobody holds."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 _PIECE = 2**30  # Linux writes at most 2 GiB at a time
