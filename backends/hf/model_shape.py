@@ -30,14 +30,9 @@ from specs.wire.role_config import ModelConfig
 class ModelShape:
     """Weights by Hugging Face name in the order of the state dict (a tied one once, under its first name)."""
 
-    architecture: str  # class name
+    about: ModelBuilt  # as far as the config says it
     weights: Mapping[str, WeightSpec]
     adapters: Mapping[str, WeightSpec]  # of an engine that applies them itself: A and B of each adapted layer
-    parameters: int
-    hidden_size: int
-    layers: int
-    vocab_size: int
-    tied_embeddings: bool
     carries_state: bool  # in some layers, from token to token
     end_tokens: frozenset[int]  # of config and generation config
     one_rope: int  # tokens up to which positions are rotated in one way; 0: any number
@@ -72,18 +67,27 @@ def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
     facts = model_facts(hf_config.to_dict())
     text = hf_config.get_text_config()
     check_positions(config, text)
+    weights = {name: weight_spec(name, tensor) for name, tensor in named_weights(model).items()}
     return ModelShape(
-        architecture=type(model).__name__,
-        weights={name: weight_spec(name, tensor) for name, tensor in named_weights(model).items()},
+        about=ModelBuilt(
+            model_class=type(model).__name__,
+            path=config.path,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            trainable_parameters=0,
+            hidden_size=text.hidden_size,
+            layers=text.num_hidden_layers,
+            vocab_size=text.vocab_size,
+            dtype=",".join(sorted({spec.dtype for spec in weights.values()})),
+            attn_implementation="",
+            attn_function="",
+            tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+            weights_checksum="",
+        ),
+        weights=weights,
         adapters={} if lora is None else _adapters(model, lora, DTYPES[config.dtype]),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        hidden_size=text.hidden_size,
-        layers=text.num_hidden_layers,
-        vocab_size=text.vocab_size,
         carries_state=facts is not None and facts.state_layers > 0,
         end_tokens=end_tokens(config.path, text.eos_token_id),
         one_rope=tokens_of_one_rope(text.to_dict()),
-        tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
 
 
@@ -98,22 +102,7 @@ def _adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> dict[st
 
 def shape_on_meta(config: ModelConfig) -> OnMeta:
     """Describe what an engine that has its own code for the model would build, as far as the model decides it."""
-    shape = model_shape(config)
-    about = ModelBuilt(
-        model_class=shape.architecture,
-        path=config.path,
-        parameters=shape.parameters,
-        trainable_parameters=0,
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        vocab_size=shape.vocab_size,
-        dtype=",".join(sorted({spec.dtype for spec in shape.weights.values()})),
-        attn_implementation="",
-        attn_function="",
-        tied_embeddings=shape.tied_embeddings,
-        weights_checksum="",
-    )
-    return OnMeta(about, not_seen=("attn_implementation", "attn_function", "mesh"))
+    return OnMeta(model_shape(config).about, not_seen=("attn_implementation", "attn_function", "mesh"))
 
 
 def weight_spec(name: str, tensor: torch.Tensor) -> WeightSpec:

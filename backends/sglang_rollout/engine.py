@@ -41,7 +41,7 @@ class SglangRolloutEngine(SyncedSampler):
 
     def __init__(self, config: RolloutConfig, shape: ModelShape, server: Server, stops: frozenset[int]) -> None:
         assert isinstance(config.engine, SglangTable)
-        super().__init__(config, shape.weights, config.model.path, shape.vocab_size)
+        super().__init__(config, shape.weights, config.model.path, shape.about.vocab_size)
         self.table, self.shape, self.server = config.engine, shape, server
         self.stops = stops
         self._model_info: Mapping[str, Any] = server.client.request("/model_info")
@@ -80,20 +80,14 @@ class SglangRolloutEngine(SyncedSampler):
     def built(self) -> ModelBuilt:
         """Class, path, dtype and attention as the server reports them; sizes from the model's config."""
         backend, dtype = str(self._server_info.get("attention_backend")), str(self._server_info["dtype"])
-        return ModelBuilt(
-            model_class=str((self._model_info.get("architectures") or ["unknown"])[0]),
-            path=str(self._model_info["model_path"]),
-            parameters=self.shape.parameters,
-            trainable_parameters=0,
-            hidden_size=self.shape.hidden_size,
-            layers=self.shape.layers,
-            vocab_size=self.shape.vocab_size,
-            dtype=next((ours for ours, name in DTYPES.items() if name == dtype), dtype),
-            attn_implementation=backend,
-            attn_function=f"sglang {self._server_info['version']}: {backend}",
-            tied_embeddings=self.shape.tied_embeddings,
-            weights_checksum="",
-        )
+        found = {
+            "model_class": str((self._model_info.get("architectures") or ["unknown"])[0]),
+            "path": str(self._model_info["model_path"]),
+            "dtype": next((ours for ours, name in DTYPES.items() if name == dtype), dtype),
+            "attn_implementation": backend,
+            "attn_function": f"sglang {self._server_info['version']}: {backend}",
+        }
+        return self.shape.about.model_copy(update=found)
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 

@@ -45,7 +45,7 @@ class VllmRolloutEngine(SyncedSampler):
 
     def __init__(self, config: RolloutConfig, table: VllmTable, model: ModelShape, llm: LLM) -> None:
         held = {**model.weights, **model.adapters}
-        super().__init__(config, held, f"{model.architecture} here", model.vocab_size)
+        super().__init__(config, held, f"{model.about.model_class} here", model.about.vocab_size)
         self.table, self.model, self.llm = table, model, llm
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
         self.request = None if config.lora is None else adapter_request()

@@ -129,7 +129,7 @@ def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict
     return {
         **_room_for_adapters(config, model),
         "model": config.model.path,
-        "hf_overrides": {"architectures": [model.architecture]},
+        "hf_overrides": {"architectures": [model.about.model_class]},
         "trust_remote_code": config.model.trust_remote_code,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # only rlctl's sampling defaults and stops

@@ -58,7 +58,7 @@ def test_what_a_class_never_trains_is_a_buffer_however_it_is_built(tmp_path: Pat
         assert [name for name, _ in model.named_parameters()] == names
         assert all(parameter.requires_grad for parameter in model.parameters())
     assert not build_without_memory(config).get_buffer(bias).is_meta
-    assert model_shape(config).parameters == sum(parameter.numel() for parameter in read.parameters())
+    assert model_shape(config).about.parameters == sum(parameter.numel() for parameter in read.parameters())
     assert [*model_shape(config).weights] == [*named_weights(read)]
 
 
