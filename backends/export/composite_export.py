@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from backends.export.hf_folder import INDEX, SafetensorsReader
+from backends.export.hf_folder import INDEX, files_of_tensors
 from backends.weights.tensor_files import LazyTensor
 from specs.errors import ExportError
 from specs.model_shapes import language_model_names
@@ -31,8 +31,8 @@ def copy_rest(folder: Path, out: Path) -> None:
 def in_place(published: Sequence[LazyTensor], folder: Path) -> list[LazyTensor]:
     """Return all weights of the folder in its names: the trained ones of the language model, and the others as they
     are. Raises ExportError for a trained weight that has no place."""
-    files, trained = SafetensorsReader(folder), {tensor.name: tensor for tensor in published}
-    own = language_model_names(files.names)
+    files, trained = files_of_tensors(folder), {tensor.name: tensor for tensor in published}
+    own = language_model_names(files)
     if lost := sorted(trained.keys() - set(own.values())):
         raise ExportError(f"{folder} has no place for {lost[0]}", hint="was the model folder changed since the run?")
 
@@ -40,6 +40,7 @@ def in_place(published: Sequence[LazyTensor], folder: Path) -> list[LazyTensor]:
         if own.get(name) in trained:
             new = trained[own[name]]
             return LazyTensor(name, new.shape, new.dtype, new.load)
-        return LazyTensor(name, files.shape(name), files.dtype(name), lambda: files.tensor(name))
+        file = files[name]
+        return LazyTensor(name, file.entry(name).shape, file.dtype(name), lambda: file.tensor(name))
 
-    return [lazy(name) for name in sorted(files.names)]
+    return [lazy(name) for name in sorted(files)]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from backends.weights.tensor_files import DTYPES, LazyTensor, TensorFile, write_file
+from backends.weights.tensor_files import LazyTensor, TensorFile, write_file
 from specs.errors import ExportError
 
 INDEX = "model.safetensors.index.json"
@@ -43,35 +42,22 @@ def file_dtype(model: PreTrainedModel, name: str, own: torch.dtype, dtype: torch
     return torch.float32 if any(part in name for part in model._keep_in_fp32_modules_strict or ()) else dtype
 
 
-class SafetensorsReader:
-    """The tensors that lie in an exported folder, by name. Raises ExportError where files and index disagree."""
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / INDEX
-        listed = json.loads(index.read_text())["weight_map"] if index.is_file() else None
-        self._files: dict[str, TensorFile] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file = _open(path)
-            for name in file.header.entries:
-                if name in self._files or (listed is not None and listed.get(name) != path.name):
-                    raise ExportError(f"{name} lies in {path.name}, where the exported folder's index does not say so")
-                self._files[name] = file
-        lost = sorted(set(listed or ()) - set(self._files))
-        if lost:
-            raise ExportError(f"the exported folder's index names {lost[0]}, which no file holds")
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files[name].entry(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._files[name].entry(name).dtype]
-
-    def tensor(self, name: str) -> Tensor:
-        return self._files[name].tensor(name)
+def files_of_tensors(folder: Path) -> dict[str, TensorFile]:
+    """Return the file in which each tensor of an exported folder lies. Raises ExportError where files and index
+    disagree."""
+    index = folder / INDEX
+    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else None
+    found: dict[str, TensorFile] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = _open(path)
+        for name in file.header.entries:
+            if name in found or (listed is not None and listed.get(name) != path.name):
+                raise ExportError(f"{name} lies in {path.name}, where the exported folder's index does not say so")
+            found[name] = file
+    lost = sorted(set(listed or ()) - set(found))
+    if lost:
+        raise ExportError(f"the exported folder's index names {lost[0]}, which no file holds")
+    return found
 
 
 def _open(path: Path) -> TensorFile:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +24,12 @@ from backends.export.adapter_export import (
     merged_weights,
 )
 from backends.export.composite_export import copy_rest, folder_of, in_place
-from backends.export.hf_folder import SafetensorsReader, file_dtype, write_folder
+from backends.export.hf_folder import OnBytes, file_dtype, files_of_tensors, write_folder
 from backends.hf.language_model import class_of_folder, is_composite, language_model_config
 from backends.hf.score_layer import auto_class, has_score_layer, score_layer
 from backends.train.tensor_shards import ShardReader
 from backends.weights.tensor_bytes import DTYPES, named_weights
-from backends.weights.tensor_files import LazyTensor
+from backends.weights.tensor_files import LazyTensor, TensorFile
 from specs.errors import CheckpointError, ExportError
 from specs.model_shapes import language_model_names
 from specs.schema.roles import HeadKind
@@ -196,7 +196,7 @@ class _Joined:
         return self._pieces.pop(name).contiguous()
 
 
-def _counting(tensors: Sequence[LazyTensor], what: str, progress: Progress) -> Callable[[int], None]:
+def _counting(tensors: Sequence[LazyTensor], what: str, progress: Progress) -> OnBytes:
     total, done = sum(tensor.nbytes for tensor in tensors), 0
 
     def on_bytes(nbytes: int) -> None:
@@ -225,7 +225,7 @@ def prove(source: Source, out: Path, proof_file: Path, memory_bytes: int, progre
     published = as_published(meta, weights)
     if folder := _composite_folder(source):
         published = in_place(published, folder)
-    _compare_files(SafetensorsReader(out), published, _counting(published, "comparing", progress))
+    _compare_files(files_of_tensors(out), published, _counting(published, "comparing", progress))
     total = sum(tensor.nbytes for tensor in published)
     progress("loading it back", 0, 0)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
@@ -259,12 +259,12 @@ def prove_adapters(source: Source, out: Path, proof_file: Path) -> Proof:
     return Proof(len(weights), parameters, compared, undecided, "memory")
 
 
-def _compare_files(folder: SafetensorsReader, wanted: Sequence[LazyTensor], on_bytes: Callable[[int], None]) -> None:
-    odd = sorted(folder.names ^ {tensor.name for tensor in wanted})
+def _compare_files(files: Mapping[str, TensorFile], wanted: Sequence[LazyTensor], on_bytes: OnBytes) -> None:
+    odd = sorted(files.keys() ^ {tensor.name for tensor in wanted})
     if odd:
         raise ExportError(f"{odd[0]} is in only one of the checkpoint and the exported model")
     for tensor in wanted:
-        if not _same(folder.tensor(tensor.name), tensor.load()):
+        if not _same(files[tensor.name].tensor(tensor.name), tensor.load()):
             raise ExportError(f"{tensor.name} has other values in the exported model than in the checkpoint")
         on_bytes(tensor.nbytes)
 
