@@ -12,7 +12,7 @@ from backends.packed.layout import PackedLayout
 from backends.packed.packed_attention import use_layout
 from backends.packed.state_layers import LayerState, use_rows
 from backends.torch_rollout.kept_prefixes import KeptPrefix
-from backends.torch_rollout.kv_cache import KvCache, LayerShape, PromptLayout, split
+from backends.torch_rollout.kv_cache import KvCache, LayerTensors, PromptLayout, split
 from backends.torch_rollout.runner import Forward, packed_positions, prefill, prompt_rows
 from backends.weights.tensor_bytes import wire_dtype
 from specs.errors import ModelError
@@ -47,16 +47,9 @@ class Comparison:
         return cls(float(gaps_T.max()), TOLERANCE[wire_dtype(dtype)].at(largest))
 
 
-@dataclass(frozen=True)
-class CacheShapes:
-    """Shapes of what each layer keeps of a sequence: keys and values, a state, or both."""
-
-    attention: dict[int, LayerShape]
-    states: dict[int, LayerState]  # of one sequence
-
-
-def cache_shapes(model: PreTrainedModel, device: torch.device) -> CacheShapes:
-    """Return what the layers keep, seen in a forward pass of one token rather than read from a config."""
+def kept_of_a_token(model: PreTrainedModel, device: torch.device) -> tuple[LayerTensors, dict[int, LayerState]]:
+    """Return what layers keep of a sequence of one token, keys and values, a state, or both: seen in a forward pass
+    rather than read from a config."""
     layout = PromptLayout([1], device, model.config.get_text_config().num_hidden_layers)
     rows = prompt_rows([1], device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
@@ -64,10 +57,7 @@ def cache_shapes(model: PreTrainedModel, device: torch.device) -> CacheShapes:
         model(input_ids=token[None], position_ids=token[None], attention_mask=layout.mask, use_cache=False)
     if not layout.kept:
         raise ModelError(f"{type(model).__name__} does not call attention through transformers' AttentionInterface")
-    shapes = {
-        layer: LayerShape(key.shape[1], key.shape[2], value.shape[2]) for layer, (key, value) in layout.kept.items()
-    }
-    return CacheShapes(shapes, rows.ended)
+    return layout.kept, rows.ended
 
 
 @torch.inference_mode()
@@ -98,8 +88,7 @@ def _by_cache(
     """Logits [length - prompt + 2, V] of each sequence from the last prompt token on; the last ones once more, by a
     later turn where those keep a prefix."""
     ready = prefill([s[:n].numpy() for s, n in zip(sequences, prompts, strict=True)], forward, device)
-    shapes = cache_shapes(model, device)
-    cache = KvCache(shapes.attention, len(sequences), max(map(len, sequences)), device, model.dtype, shapes.states)
+    cache = KvCache(*kept_of_a_token(model, device), len(sequences), max(map(len, sequences)), device, model.dtype)
     cache.fill(0, ready)
     logits = [ready[0].block.logits]
     for step in range(len(sequences[0]) - prompts[0]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,7 @@ from backends.protocol import OnMeta, Rank, WeightSpec
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.sample_requests import Completion, SampleRequest
-from backends.torch_rollout.decode_check import cache_shapes, check_decoding
+from backends.torch_rollout.decode_check import check_decoding, kept_of_a_token
 from backends.torch_rollout.decode_graphs import DecodeGraphs
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
@@ -194,8 +194,8 @@ class TorchRolloutEngine(SyncedSampler):
             _give_back_memory(self.device)
             length, dtype = self.config.model.max_sequence_tokens, self.model.dtype
             try:
-                shapes = cache_shapes(self.model, self.device)
-                self._cache = KvCache(shapes.attention, slots, length, self.device, dtype, shapes.states)
+                kept, states = kept_of_a_token(self.model, self.device)
+                self._cache = KvCache(kept, states, slots, length, self.device, dtype)
                 self._graphs = self._graphs_of(self._cache)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
@@ -233,8 +233,16 @@ class TorchRolloutEngine(SyncedSampler):
             self._move_weights(self.device)
 
     def _take_memory(self) -> None:
-        shapes = {name: spec.shape for name, spec in self._held.items()}
-        _take_memory(self._weights, shapes, side_by_side(self.model))
+        """Give weights memory. What they held is lost. What the fused path wants side by side has one memory, so that
+        nothing is ever copied to bring it together."""
+        shape = {id(tensor): torch.Size(self._held[name].shape) for name, tensor in self._weights.items()}
+        groups = list(side_by_side(self.model))
+        grouped = {id(tensor) for group in groups for tensor in group}
+        for group in [*groups, *([tensor] for tensor in self._weights.values() if id(tensor) not in grouped)]:
+            sizes = [shape[id(tensor)].numel() for tensor in group]
+            block = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
+            for tensor, part in zip(group, block.split(sizes), strict=True):
+                tensor.data = part.view(shape[id(tensor)])
 
     def _move_weights(self, device: torch.device) -> None:
         if self._forward is not None:
@@ -264,21 +272,6 @@ def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedM
     decision = choose(config.model, read_config(config.model), decodes=True)
     model = make(config.model.model_copy(update={"attn_implementation": decision.implementation}))
     return model.requires_grad_(False)
-
-
-def _take_memory(
-    weights: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], together: Iterable[Sequence[Tensor]]
-) -> None:
-    """Give weights memory. What they held is lost. Of each group `together` the memory is one, so that nothing is ever
-    copied to bring them together."""
-    shape = {id(tensor): torch.Size(shapes[name]) for name, tensor in weights.items()}
-    groups = [list(group) for group in together]
-    grouped = {id(tensor) for group in groups for tensor in group}
-    for group in [*groups, *([tensor] for tensor in weights.values() if id(tensor) not in grouped)]:
-        sizes = [shape[id(tensor)].numel() for tensor in group]
-        block = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
-        for tensor, part in zip(group, block.split(sizes), strict=True):
-            tensor.data = part.view(shape[id(tensor)])
 
 
 def _copied(blocks: Iterable[NDArray[np.uint8]], held_U: NDArray[np.uint8]) -> str:

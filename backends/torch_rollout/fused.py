@@ -91,7 +91,7 @@ def _join(parameters: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-class FusedForward:
+class FusedForward(Forward):
     """`Forward` for Llama, Mistral, Qwen2 and Qwen3."""
 
     capturable = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -22,15 +21,6 @@ from backends.packed.state_layers import LayerState
 from backends.torch_rollout.slot_states import SlotStates
 
 LayerTensors = dict[int, tuple[Tensor, Tensor]]  # by layer, of keys and of values
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """One attention layer's keys and values."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
 
 
 class PromptLayout(PackedLayout):
@@ -96,22 +86,22 @@ class KvCache:
 
     def __init__(
         self,
-        shapes: dict[int, LayerShape],
+        kept: LayerTensors,
+        states: Mapping[int, LayerState],
         slots: int,
         max_len: int,
         device: torch.device,
         dtype: torch.dtype,
-        states: Mapping[int, LayerState] = MappingProxyType({}),
     ) -> None:
-        """`states`: layer → the state of some sequences, where it has one."""
+        """`kept`, `states`: what each layer has of some sequences."""
         self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.mask: Tensor | None = torch.zeros(1, 1, 1, 1, device=device)  # 4-D: the model then builds none
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        for layer, shape in shapes.items():
-            self.keys[layer] = torch.zeros(slots, shape.kv_heads, max_len, shape.key_dim, device=device, dtype=dtype)
-            self.values[layer] = torch.zeros(
-                slots, shape.kv_heads, max_len, shape.value_dim, device=device, dtype=dtype
+        for layer, (key, value) in kept.items():
+            self.keys[layer], self.values[layer] = (
+                torch.zeros(slots, heads, max_len, dim, device=device, dtype=dtype)
+                for heads, dim in (key.shape[1:], value.shape[1:])
             )
         self.states = SlotStates(states, slots) if states else None
         self._slots = torch.arange(slots, device=device)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from specs.errors import ModelError
 ROPE_BY_LENGTH = {"dynamic", "longrope"}  # their frequencies change with the longest sequence
 
 
-class Forward(Protocol):
+class Forward(ABC):
     """tokens_T and position_T (int64) through the model → logits [T, V], or [len(keep), V] of the rows `keep`."""
 
     num_layers: int
@@ -29,6 +29,7 @@ class Forward(Protocol):
     keeps_prefixes: bool  # whether a prefix's keys and values are all that later tokens need of it
     capturable: bool  # whether a decode step never asks the device for a value, so that a CUDA graph can hold it
 
+    @abstractmethod
     def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor: ...
 
     def release(self) -> None:
@@ -38,7 +39,7 @@ class Forward(Protocol):
         """The parameters have new memory."""
 
 
-class GenericForward:
+class GenericForward(Forward):
     """Any causal language model whose attention goes through transformers' AttentionInterface."""
 
     capturable = False  # its own code is not known: experts, for one, are counted on the host
@@ -69,12 +70,6 @@ class GenericForward:
                 **rows,
             ).logits[0]
         return logits if keep is None or self._keeps_rows else logits.index_select(0, keep)
-
-    def release(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
 
 
 def packed_positions(lengths: list[int], device: torch.device, starts: Sequence[int] = ()) -> Tensor:
