@@ -1,6 +1,6 @@
 """Reads a Hugging Face model's safetensors directly into the memory of an engine, which may hold only a part.
 
-A rank reads the rows in which its shards lie and no more, so no host ever holds a whole model for the sake of loading
+A rank reads the elements of its shards and no more, so no host ever holds a whole model for the sake of loading
 it. Experts that lie one by one in the files are read into the tensors that the model makes of them. Where that cannot
 be (weights drawn from a seed, other names on disk that transformers converts, no safetensors), the whole model is made
 once on the host, and let go.
@@ -14,10 +14,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -27,6 +25,7 @@ from backends.hf.hf_model import build_model
 from backends.hf.score_layer import no_score_layer, wrong_score_layer
 from backends.train.tensor_shards import Shard
 from backends.weights.tensor_bytes import named_weights
+from backends.weights.tensor_files import TensorFile
 from specs.errors import ModelError
 from specs.model_shapes import built_names
 from specs.wire.role_config import ModelConfig
@@ -111,14 +110,14 @@ class ModelFiles:
 
     def __init__(self, path: str, files: Sequence[Path]) -> None:
         self.path = path
-        self._holder: dict[str, tuple[Any, str]] = {}  # file, and the name in it
+        self._holder: dict[str, tuple[TensorFile, str]] = {}  # file, and the name in it
         self._pieces: dict[str, list[str]] = {}  # a tensor that no file has → those that make it up, one after another
         for file in files:
             try:
-                opened = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
+                opened = TensorFile(file)
+            except (OSError, ValueError) as error:
                 raise ModelError(f"model {path}: {file.name}: {error}") from None
-            self._holder |= {name: (opened, name) for name in opened.keys()}  # noqa: SIM118
+            self._holder |= {name: (opened, name) for name in opened.header.entries}
         self._holder = {own: self._holder[name] for name, own in built_names(self._holder).items()}
         self.names = set(self._holder)
 
@@ -158,7 +157,8 @@ class ModelFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._pieces:
-            return tuple(self._slice(name).get_shape())
+            file, own = self._holder[name]
+            return file.entry(own).shape
         pieces = self._pieces[name]
         shapes = {self.shape(piece) for piece in pieces}
         if len(shapes) > 1:
@@ -207,25 +207,13 @@ class ModelFiles:
         shard.flat.copy_(values)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements start … stop-1 of the flattened tensor, in the dtype on disk. Reads the rows in which they lie."""
+        """Elements start … stop-1 of the flattened tensor, in the dtype on disk."""
         if name in self._pieces:
             return self._read_pieces(self._pieces[name], start, stop)
-        part = self._slice(name)
-        shape = part.get_shape()
-        if not shape:
-            file, own = self._holder[name]
-            values: Tensor = file.get_tensor(own)
-            return values.reshape(1)[start:stop]
-        row = math.prod(shape[1:])
-        if start >= stop:
-            return torch.empty(0)
-        first = start // row
-        rows: Tensor = part[first : -(-stop // row)]
-        return rows.reshape(-1)[start - first * row : stop - first * row]
-
-    def _slice(self, name: str) -> Any:
         file, own = self._holder[name]
-        return file.get_slice(own)
+        flat = torch.empty(stop - start, dtype=file.dtype(own))
+        file.read_into(flat, own, start)
+        return flat
 
     def _read_pieces(self, pieces: Sequence[str], start: int, stop: int) -> Tensor:
         size = math.prod(self.shape(pieces[0]))

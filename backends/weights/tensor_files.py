@@ -19,7 +19,10 @@ from torch import Tensor
 from backends.weights.tensor_bytes import torch_dtype, wire_dtype
 from specs.safetensors_header import CODES, Entry, Header, make_header, read_header
 
-DTYPES = {code: torch_dtype(name) for name, code in CODES.items()}
+DTYPES = {
+    **{code: torch_dtype(name) for name, code in CODES.items()},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},  # only read
+}
 _STAGE_BYTES = 64 * 2**20  # host memory between a file and another device
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from backends.train import engine as train_engine
 from backends.train import hf_weights
 from backends.train.hf_weights import aliases_of, stream_into
 from backends.train.tensor_shards import Shard
+from backends.weights.tensor_files import TensorFile
 from specs.errors import ModelError
 
 LOSS = grpo(kl_coef=0.1, entropy_coef=0.05)
@@ -154,37 +155,23 @@ def test_streamed_weights_are_those_on_disk(tmp_path: Path, family: str) -> None
             assert torch.equal(shard.flat, expected[shard.name].detach().flatten()[shard.start : stop]), shard.name
 
 
-class Counted:
-    """A safetensors file, or a slice of one, that counts the elements asked of it."""
+class CountedFile(TensorFile):
+    """A safetensors file that counts the elements asked of it."""
 
-    def __init__(self, inner: Any, elements: list[int]) -> None:
-        self.inner, self.elements = inner, elements
+    elements: ClassVar[list[int]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def get_slice(self, name: str) -> Counted:
-        return Counted(self.inner.get_slice(name), self.elements)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self.count(self.inner.get_tensor(name))
-
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        return self.count(self.inner[rows])
-
-    def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.elements.append(tensor.numel())
-        return tensor
+    def read_into(self, target: torch.Tensor, name: str, start: int = 0) -> None:
+        self.elements.append(len(target))
+        super().read_into(target, name, start)
 
 
 @pytest.fixture
 def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of every read from a file. Building the model is not to be had."""
-    elements: list[int] = []
-    opened = hf_weights.safe_open
-    monkeypatch.setattr(hf_weights, "safe_open", lambda *args, **kwargs: Counted(opened(*args, **kwargs), elements))
+    monkeypatch.setattr(CountedFile, "elements", [])
+    monkeypatch.setattr(hf_weights, "TensorFile", CountedFile)
     monkeypatch.setattr(hf_weights, "build_model", None)
-    return elements
+    return CountedFile.elements
 
 
 @pytest.mark.parametrize("family", ["qwen2", "experts one by one", "names of Mixtral"])
@@ -227,6 +214,14 @@ def test_names_that_transformers_converts_load_whole(tmp_path: Path, capfd: pyte
         engine.built().weights_checksum
         == engine_of(folder, "ddp", model={"from_scratch": False}).built().weights_checksum
     )
+
+
+def test_weights_in_fp8_are_read(tmp_path: Path) -> None:
+    folder, norm = saved_model(tmp_path), "model.norm.weight"
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, norm: weights[norm].to(torch.float8_e4m3fn)}, folder / "model.safetensors", {"format": "pt"})
+    engine = engine_of(folder, model={"from_scratch": False})
+    assert torch.equal(engine.weights[norm].tensor.full_tensor(), weights[norm])
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:
