@@ -6,6 +6,7 @@ One buffer makes one all-reduce, one norm and one optimizer call of a whole step
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class FlatParameters:
             if self.compute_P.dtype == torch.float32:
                 segment.parameter.grad = grad  # autograd accumulates into it in place
             else:
-                segment.parameter.register_post_accumulate_grad_hook(_AddTo(grad))
+                segment.parameter.register_post_accumulate_grad_hook(partial(_add_gradient, grad))
 
     def refresh(self) -> None:
         """Bring `compute_P` up to date with `master_P`."""
@@ -87,16 +88,11 @@ class FlatParameters:
         return segment.view(self.compute_P if self.master_P is None else self.master_P)
 
 
-class _AddTo:
-    """Adds a parameter's bf16 gradient to its fp32 sum as soon as autograd has computed it."""
-
-    def __init__(self, grad: Tensor) -> None:
-        self.grad = grad
-
-    def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.grad.add_(parameter.grad)
-        parameter.grad = None
+def _add_gradient(sum_: Tensor, parameter: Tensor) -> None:
+    """Add a parameter's bf16 gradient to its fp32 sum as soon as autograd has computed it."""
+    assert parameter.grad is not None
+    sum_.add_(parameter.grad)
+    parameter.grad = None
 
 
 class FlatAdamW:

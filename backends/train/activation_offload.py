@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +36,16 @@ class ActivationOffload:
         self._order: list[weakref.ref[_Held]] = []
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
-    def saving(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def saving(self) -> Iterator[None]:
         self._held, self._order, self.offloaded_bytes = {}, [], 0
         self._wait(0)
-        return _Saving(self)
-
-    def saved(self) -> None:
-        """The forward pass is over."""
-        self._held = {}
-        self._wait(0)
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self._held = {}
+            self._wait(0)
 
     # ── on the way out ────────────────────────────────────────────────────────────────────────────
 
@@ -102,16 +103,6 @@ class ActivationOffload:
             if (other := self._order[number]()) is not None and (other is held or other.readers):
                 other.fetch()
         return packed.restored()
-
-
-class _Saving(saved_tensors_hooks):
-    def __init__(self, offload: ActivationOffload) -> None:
-        super().__init__(offload.pack, offload.unpack)
-        self.offload = offload
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.offload.saved()
 
 
 class _Held:
