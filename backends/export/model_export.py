@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from backends.export.adapter_export import (
@@ -117,9 +117,9 @@ def _on_meta(source: Source) -> PreTrainedModel:
     config = language_model_config(config, source.model_path)
     if source.head != "lm":
         config.num_labels = 1
-    model: PreTrainedModel
+    made_by = auto_class(source.head, config, source.model_path)
     with torch.device("meta"):
-        model = _auto(source, config).from_config(config, dtype=DTYPES[source.dtype], trust_remote_code=trust)
+        model: PreTrainedModel = made_by.from_config(config, dtype=DTYPES[source.dtype], trust_remote_code=trust)
     model.tie_weights()
     return model
 
@@ -131,10 +131,6 @@ def _composite_folder(source: Source) -> Path | None:
         return None
     folder = folder_of(source.model_path)
     return folder if any(folder.glob("*.safetensors")) else None  # else it began from a seed
-
-
-def _auto(source: Source, config: PretrainedConfig) -> Any:
-    return auto_class(source.head, config, source.model_path)
 
 
 def _check_fits(model: PreTrainedModel, weights: Sequence[LazyTensor], path: str) -> None:
@@ -271,17 +267,15 @@ def _compare_files(files: Mapping[str, TensorFile], wanted: Sequence[LazyTensor]
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether dtype, shape and every bit are equal."""
-    return one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)
+    bits = (tensor.flatten().view(torch.uint8) for tensor in (one, other))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
 
 
 def _load(source: Source, out: Path, where: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(out, trust_remote_code=source.trust_remote_code)
     composite = is_composite(config)
-    loaded = (class_of_folder(config) if composite else _auto(source, config)).from_pretrained(
+    made_by = class_of_folder(config) if composite else auto_class(source.head, config, source.model_path)
+    loaded = made_by.from_pretrained(
         out,
         dtype=DTYPES[source.dtype],
         trust_remote_code=source.trust_remote_code,
