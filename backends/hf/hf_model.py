@@ -63,14 +63,9 @@ def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
         model = _from_config(config, hf_config, dtype, decision.implementation, draw=load_weights)
     refuse_a_swap(model, decision)
     state_layers.install(model)
-    to_device(model, torch.device(config.device))
+    cast(nn.Module, model).to(config.device)  # a `PreTrainedModel` wraps it in a way that no type checker can call
     model.eval()
     return model
-
-
-def to_device(model: nn.Module, device: torch.device) -> None:
-    """Do the same as `model.to(device)`, which a `PreTrainedModel` wraps in a way that no type checker can call."""
-    model.to(device)
 
 
 def build_on_meta(config: ModelConfig) -> PreTrainedModel:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from backends.hf.attention_choice import choose
@@ -19,7 +20,6 @@ from backends.hf.hf_model import (
     describe,
     import_code,
     read_config,
-    to_device,
 )
 from backends.hf.model_shape import end_tokens, weight_spec
 from backends.memory import hand_back
@@ -247,7 +247,7 @@ class TorchRolloutEngine(SyncedSampler):
     def _move_weights(self, device: torch.device) -> None:
         if self._forward is not None:
             self._forward.release()
-        to_device(self.model, device)
+        cast(nn.Module, self.model).to(device)  # as in `build_model`
         self._weights = named_weights(self.model)  # parameters keep their identity, buffers do not
         if self._forward is not None and device == self.device:
             self._forward.join()
