@@ -18,7 +18,7 @@ from backends.hf.hf_model import build_model, describe
 from backends.protocol import OnMeta, Rank, Weight
 from backends.train import weight_export
 from backends.train.adamw import gradient_norm, set_steps
-from backends.train.engine import AS_HELD, HfTrainEngine
+from backends.train.engine import HfTrainEngine
 from backends.train.lm_head import Head
 from backends.train.policy import Policy
 from backends.train.tensor_shards import Shard, TensorKind, whole
@@ -116,9 +116,7 @@ class DdpTrainEngine(HfTrainEngine):
         best = self._among_all(self._masters())
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in best.items()}
 
-    def _full_weights(
-        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(self, names: Collection[str], sent: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in self._best_weights().items() if name in names)
 
     def _weight_shards(self) -> Iterator[Shard]:

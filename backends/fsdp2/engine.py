@@ -18,7 +18,7 @@ from backends.fsdp2.sharding import ShardMesh, allocate, gathering_dtype, shard_
 from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank
 from backends.train.adamw import MOMENTS, gradient_norm, make_adamw, make_state, set_learning_rate, set_steps
-from backends.train.engine import AS_HELD, HfTrainEngine
+from backends.train.engine import HfTrainEngine
 from backends.train.policy import Policy
 from backends.train.role_group import join_group, pretended_group
 from backends.train.tensor_shards import Shard, TensorKind
@@ -139,9 +139,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
         return {name: (tuple(weight.tensor.shape), weight.tensor.dtype) for name, weight in self.weights.items()}
 
-    def _full_weights(
-        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(self, names: Collection[str], sent: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         chosen = ((name, weight) for name, weight in self.weights.items() if name in names)
         return ((name, weight.full(self.device, sent.get(name))) for name, weight in chosen)
 

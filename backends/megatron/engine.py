@@ -33,7 +33,7 @@ from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank
 from backends.train.adamw import set_steps
-from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics
+from backends.train.engine import NOTHING, HfTrainEngine, LossMetrics
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LearningTask, LogprobTask
 from backends.train.policy import Policy, Task, hold_model
@@ -232,9 +232,7 @@ class MegatronTrainEngine(HfTrainEngine):
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
         return {name: (shape, self.weights.dtype) for name, shape in self.shapes.items()}
 
-    def _full_weights(
-        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(self, names: Collection[str], sent: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         """Return the weights as the forward pass reads them: each is the cast of the master, to the bit, and costs no
         exchange of masters."""
         chosen = [name for name in self.shapes if name in names]

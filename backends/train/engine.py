@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,8 +78,6 @@ from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import TrainConfig
-
-AS_HELD: Mapping[str, torch.dtype] = MappingProxyType({})
 
 # Computed by a rank without work while other ranks still need its parameters; by each for itself.
 NOTHING = MicroBatch(
@@ -179,7 +176,7 @@ class HfTrainEngine(TrainEngine):
         about = about.model_copy(update={"activation_offload": offloaded, **_kernels_of(self.policy)})
         if not has_score_layer(self.policy.model):
             return about
-        weights = [weight for _, weight in self._full_weights(score_names(self.policy.model))]
+        weights = [weight for _, weight in self._full_weights(score_names(self.policy.model), {})]
         return about.model_copy(update={"new_head": not any(bool(weight.any()) for weight in weights)})
 
     @abstractmethod
@@ -233,9 +230,7 @@ class HfTrainEngine(TrainEngine):
         """Global shape and dtype of every weight (Hugging Face name; a tied one under its first; master dtype)."""
 
     @abstractmethod
-    def _full_weights(
-        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(self, names: Collection[str], sent: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of `names` whole, in the order of `_weight_kinds`, one at a time; all ranks iterate
         together. That order is the model's own: a layer's adapter follows its weight. `sent`: to what some are cast
         later. An engine that gathers casts each rank's part, so that half as much travels: to the bit the same."""

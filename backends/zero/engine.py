@@ -21,7 +21,7 @@ from backends.packed.row_ops import RowCopies
 from backends.packed.state_layers import state_layers
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_rate, set_steps
-from backends.train.engine import AS_HELD, HfTrainEngine
+from backends.train.engine import HfTrainEngine
 from backends.train.policy import Policy, Task
 from backends.train.tensor_shards import Shard, TensorKind, whole
 from backends.weights.tensor_bytes import DTYPES, named_weights
@@ -152,9 +152,7 @@ class ZeroTrainEngine(HfTrainEngine):
             for name, tensor in weights.items()
         }
 
-    def _full_weights(
-        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(self, names: Collection[str], sent: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         parts = self.parts
         if parts is None:
             held = named_weights(self.policy.model)
