@@ -8,13 +8,12 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from backends.sample_requests import Completion, SampleRequest
 from specs.errors import RlctlError
 
 CONTROL_S = 600.0  # weights of the largest models load, and memory moves, in less
@@ -77,18 +76,9 @@ class Client:
 # "output_token_ids_logprobs": [[[logprob, token, null], …], …]}}
 
 
-@dataclass(frozen=True)
-class ServerSample:
-    """One completion: tokens with the end token, if any, their log-probs, whether it ended by itself."""
-
-    tokens: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    finished: bool
-    cached_tokens: int  # of the prompt, found in the prefix cache
-
-
-def parse_sample(reply: Mapping[str, Any], max_new_tokens: int) -> ServerSample:
-    """Raises ServerError for a completion that was aborted, cut short, or does not add up."""
+def parse_sample(reply: Mapping[str, Any], request: SampleRequest) -> tuple[Completion, int]:
+    """Return a request's completion, and how many tokens of its prompt were in the prefix cache. Raises ServerError for
+    one that was aborted, cut short, or does not add up."""
     meta = reply["meta_info"]
     reason, pairs = meta["finish_reason"], meta["output_token_logprobs"]
     tokens = np.array([token for _, token, *_ in pairs], dtype=np.int64)
@@ -103,14 +93,14 @@ def parse_sample(reply: Mapping[str, Any], max_new_tokens: int) -> ServerSample:
         )
     if len(tokens) != meta["completion_tokens"]:
         raise ServerError(f"{len(tokens)} log-probs came with a completion of {meta['completion_tokens']} tokens")
-    if not finished and len(tokens) != max_new_tokens:
+    if not finished and len(tokens) != request.sampling.max_response_tokens:
         raise ServerError(
-            f"a completion ended at {len(tokens)} tokens, though {max_new_tokens} were allowed",
+            f"a completion ended at {len(tokens)} tokens, though {request.sampling.max_response_tokens} were allowed",
             hint="the server's KV cache is too small for a whole sequence: raise rollout.engine.memory_fraction",
         )
     if not np.isfinite(logprobs).all():
         raise ServerError("the SGLang server returned a log-prob that is not a finite number")
-    return ServerSample(tokens, logprobs, finished, int(meta.get("cached_tokens", 0)))
+    return Completion(request.id, tokens, logprobs, finished), int(meta.get("cached_tokens", 0))
 
 
 def parse_scores(replies: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> list[float]:

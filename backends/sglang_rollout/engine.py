@@ -134,11 +134,11 @@ class SglangRolloutEngine(SyncedSampler):
             members = self._asked.pop(done)
             for request, sample in zip(members, done.result(), strict=True):
                 if self._open.get(request.id) is request:  # else it was aborted, perhaps to be asked for again
-                    parsed = parse_sample(sample, request.sampling.max_response_tokens)
-                    self.counts["reused_tokens"] += parsed.cached_tokens
-                    self.counts["prefilled_tokens"] += len(request.tokens) - parsed.cached_tokens
-                    found.append(Completion(request.id, parsed.tokens, parsed.logprobs, parsed.finished))
-                    activity.count("token", len(parsed.tokens))
+                    completion, cached = parse_sample(sample, request)
+                    self.counts["reused_tokens"] += cached
+                    self.counts["prefilled_tokens"] += len(request.tokens) - cached
+                    found.append(completion)
+                    activity.count("token", len(completion.tokens))
         return found
 
     def _drop(self, ids: Collection[int]) -> None:

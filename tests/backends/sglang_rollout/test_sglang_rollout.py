@@ -19,6 +19,7 @@ from sglang_helpers import build_sglang, fault, mend, sglang_installed
 from stock_model import logprobs
 
 from backends.protocol import Rank
+from backends.sample_requests import SampleRequest
 from backends.sglang_rollout.client import ServerError, parse_sample
 from backends.sglang_rollout.engine import SglangRolloutEngine
 from specs.errors import ModelError, RlctlError, SamplerDied, SyncError
@@ -219,9 +220,10 @@ GOOD = {
     ],
 )
 def test_broken_answers_are_refused(change, words) -> None:
-    parse_sample(GOOD, 9)
+    request = SampleRequest(0, np.zeros(1, dtype=np.int64), Sampling(seed=0, temperature=1.0, max_response_tokens=9))
+    parse_sample(GOOD, request)
     with pytest.raises(ServerError, match=words):
-        parse_sample({"meta_info": GOOD["meta_info"] | change}, 9)
+        parse_sample({"meta_info": GOOD["meta_info"] | change}, request)
 
 
 # ── the real SGLang ───────────────────────────────────────────────────────────────────────────────
