@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.completions import Completions
+from backends.completions import Completion, Completions, SampleRequest
 from backends.replica_span import ReplicaSpan
-from backends.sample_requests import Completion, SampleRequest
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm import UNIT_REDUCTIONS, AnyLoss
 from specs.schema.role_section import DType

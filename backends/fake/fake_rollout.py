@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import activity
+from backends.completions import Completion, SampleRequest
 from backends.fake import bigram
 from backends.hf.tokenizer import end_tokens_of
 from backends.protocol import OnMeta, Rank, WeightSpec
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_keys, uniform
-from backends.sample_requests import Completion, SampleRequest
 from backends.weights.checksum import checksum_bytes
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch

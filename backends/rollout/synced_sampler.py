@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from backends.completions import Completion, SampleRequest
 from backends.protocol import RolloutEngine, WeightSpec
-from backends.sample_requests import Completion, SampleRequest
 from specs.errors import BatchError, RlctlError, SyncError
 from specs.wire.role_config import RolloutConfig
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.sample_requests import SampleRequest
+from backends.completions import SampleRequest
 from specs.splitmix64 import GOLDEN, mix
 
 

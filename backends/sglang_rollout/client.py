@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.sample_requests import Completion, SampleRequest
+from backends.completions import Completion, SampleRequest
 from specs.errors import RlctlError
 
 CONTROL_S = 600.0  # weights of the largest models load, and memory moves, in less

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from packaging.version import Version
 
 from backends import activity
+from backends.completions import Completion, SampleRequest
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import OnMeta, Rank, WeightSpec
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import KV_CACHE, WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_seeds
-from backends.sample_requests import Completion, SampleRequest
 from backends.sglang_rollout.client import ServerError, Unreachable, parse_sample, parse_scores
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
 from backends.sglang_rollout.server import DTYPES, ENDING_S, Server

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from backends import activity
+from backends.completions import Completion, SampleRequest
 from backends.packed.staging import Staging
 from backends.packed.state_layers import use_rows
 from backends.rollout.uniform import request_keys, uniform
-from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.decode_graphs import DecodeGraphs
 from backends.torch_rollout.kept_prefixes import KeptPrefix, KeptPrefixes
 from backends.torch_rollout.kv_cache import KvCache, Order, PromptBlock, ReadyPrompt

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from backends.completions import Completion, SampleRequest
 from backends.hf.attention_choice import choose
 from backends.hf.hf_model import (
     build_model,
@@ -27,7 +28,6 @@ from backends.packed.layout import PackedLayout
 from backends.protocol import OnMeta, Rank, WeightSpec
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import WEIGHTS, SyncedSampler
-from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.decode_check import check_decoding, kept_of_a_token
 from backends.torch_rollout.decode_graphs import DecodeGraphs
 from backends.torch_rollout.decoder import Decoder

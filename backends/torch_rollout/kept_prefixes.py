@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from backends.completions import SampleRequest
 from backends.packed.layout import groups_of_like_length, masked_attention
 from backends.packed.packed_attention import Reach, Scoring, additive_mask
-from backends.sample_requests import SampleRequest
 from backends.torch_rollout.kv_cache import LayerTensors, layer_of
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import activity
+from backends.completions import Completion, SampleRequest
 from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.memory import hand_back
@@ -18,7 +19,6 @@ from backends.replica_span import ReplicaSpan
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.synced_sampler import KV_CACHE, WEIGHTS, SyncedSampler
 from backends.rollout.uniform import request_seeds
-from backends.sample_requests import Completion, SampleRequest
 from backends.vllm_rollout.lent_bytes import Lender
 from backends.vllm_rollout.read_back import checksum_of, word_sum_of
 from backends.vllm_rollout.vllm_adapters import adapter_request

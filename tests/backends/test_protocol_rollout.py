@@ -17,10 +17,9 @@ from sglang_helpers import SharedSglang
 from vllm_process import RemoteVllm, shared_folder
 
 from backends import activity
-from backends.completions import Completions
+from backends.completions import Completion, Completions, SampleRequest
 from backends.protocol import Rank, RolloutEngine, WeightSpec
 from backends.registry import rollout_engine
-from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.kv_cache import KvCache
 from backends.weights.checksum import checksum_bytes
 from backends.weights.word_sum import word_sums

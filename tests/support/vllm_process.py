@@ -19,8 +19,8 @@ from optional import VLLM_PYTHON
 from rollout_helpers import rollout_config, write_model
 from vllm_worker import receive, send
 
+from backends.completions import Completion, SampleRequest
 from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
-from backends.sample_requests import Completion, SampleRequest
 from specs import errors
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from off_the_host import nothing_over_the_host
 
+from backends.completions import Completion, SampleRequest
 from backends.hf.model_shape import model_shape
 from backends.protocol import Rank, WeightSpec
 from backends.registry import rollout_engine
-from backends.sample_requests import Completion, SampleRequest
 from specs.schema.engines.engine_table import RolloutTable
 from specs.wire import wire_tensors
 from specs.wire.batch import Batch

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from backends.completions import SampleRequest
 from backends.hf.tokenizer import load_codec
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine, train_engine
-from backends.sample_requests import SampleRequest
 from specs.errors import ModelError, RlctlError, SyncError, UsageError
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.environment import EnvironmentSection

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.completions import Completion, SampleRequest
 from backends.protocol import RolloutEngine
-from backends.sample_requests import Completion, SampleRequest
 from specs.wire.batch import Batch
 
 NO_VERSION = -1  # of a token that was not sampled here

@@ -18,8 +18,8 @@ from rollout_helpers import answer, batch_of, give_weights, given_model, make_pr
 from sglang_helpers import build_sglang, fault, mend, sglang_installed
 from stock_model import logprobs
 
+from backends.completions import SampleRequest
 from backends.protocol import Rank
-from backends.sample_requests import SampleRequest
 from backends.sglang_rollout.client import ServerError, parse_sample
 from backends.sglang_rollout.engine import SglangRolloutEngine
 from specs.errors import ModelError, RlctlError, SamplerDied, SyncError

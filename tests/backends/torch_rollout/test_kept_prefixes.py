@@ -12,9 +12,9 @@ import torch
 from rollout_helpers import MAX_TOKENS, VOCAB, give_weights, rollout_config, write_model
 from stock_model import write_family
 
+from backends.completions import Completion, SampleRequest
 from backends.packed.packed_attention import Layout
 from backends.protocol import Rank
-from backends.sample_requests import Completion, SampleRequest
 from backends.torch_rollout.decode_check import check_decoding
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.torch_rollout.kept_prefixes import ContinuedLayout
