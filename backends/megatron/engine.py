@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +26,8 @@ from backends.megatron.model_group import ModelGroup
 from backends.megatron.sharded_weights import MOMENTS, Kind, ShardedWeights
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
-from backends.packed.packing import MicroBatch, MicroBatches, Packing
+from backends.packed.packing import MicroBatch, MicroBatches
 from backends.packed.row_ops import copy_rows
-from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank
 from backends.train.adamw import set_steps
@@ -130,7 +128,7 @@ class MegatronTrainEngine(HfTrainEngine):
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
     def _part(self, micro: MicroBatch) -> MicroBatch:
-        return part_of(self.core.divisible(micro), self.group.context)
+        return self.core.divisible(micro).part_of(self.group.context)
 
     def _rows(
         self, micros: Sequence[MicroBatch], count: int, task_of: Callable[[MicroBatch, Staging], Task | None]
@@ -203,10 +201,6 @@ class MegatronTrainEngine(HfTrainEngine):
         if found:
             logits_NV[torch.from_numpy(part.column_N)] = found[0]
         return self.group.from_last_stage(logits_NV)
-
-    @cached_property
-    def _packing(self) -> Packing:
-        return replace(super()._packing, part=self._part)
 
     def _row_group(self) -> SequenceGroup:
         return self.group.context

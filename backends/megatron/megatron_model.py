@@ -28,7 +28,6 @@ from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
 from backends.packed.packing import MicroBatch
 from backends.packed.row_ops import RowCopies
-from backends.packed.row_slices import padded
 from backends.packed.staging import Staging
 from backends.train.lm_head import LossResult
 from backends.weights.tensor_bytes import DTYPES
@@ -120,7 +119,7 @@ class MegatronModel:
         """With a segment of its own where its row lacks tokens to be cut across context ranks, and by them across
         tensor ranks."""
         ranks = self.group.tensor_ranks if self.table.tensor_sequence_parallel else 1
-        return padded(micro, -micro.num_tokens % (self.group.context.size * ranks))
+        return micro.padded(-micro.num_tokens % (self.group.context.size * ranks))
 
     def rows_for(self, count: int) -> int:
         """Rows that the schedule takes where there are `count`: ranks with several groups of layers take turns in whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from specs.wire.batch import Batch
 from specs.wire.model_flops import DecoderSize
 from specs.wire.partition import Part, even_rows, fewest_rows, in_step
 from specs.wire.sequence_work import SequenceWork
+
+if TYPE_CHECKING:  # it imports torch
+    from backends.ulysses.sequence_group import SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,32 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens_T)
+
+    def padded(self, tokens: int) -> MicroBatch:
+        """Return it with so many more tokens at the end of its row, which are a segment of their own."""
+        if not tokens:
+            return self
+        return replace(
+            self,
+            lengths=[*self.lengths, tokens],
+            parents=[*self.parents, -1],
+            tokens_T=np.concatenate([self.tokens_T, np.zeros(tokens, dtype=self.tokens_T.dtype)]),
+            positions_T=np.concatenate([self.positions_T, np.arange(tokens)]),
+        )
+
+    def part_of(self, group: SequenceGroup) -> MicroBatch:
+        """Return it as this rank of a group that shares its row computes it. The row is still the whole one, padded
+        where it lacks tokens to be split into equal parts. Its loss tokens are those that this rank's rows predict
+        (there may be none), and `hidden_N` counts from the first of these rows."""
+        if group.alone:
+            return self
+        row = self.padded(group.padding(self.num_tokens))
+        place_T = np.full(row.num_tokens, -1)
+        rows = group.own_rows(row.num_tokens)
+        place_T[rows] = np.arange(len(rows))
+        place_N = place_T[row.hidden_N]
+        own = place_N >= 0
+        return replace(row, hidden_N=place_N[own], target_N=row.target_N[own], column_N=row.column_N[own])
 
 
 @dataclass(frozen=True)

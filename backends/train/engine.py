@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +39,6 @@ from backends.packed.packing import (
     update_counts,
 )
 from backends.packed.row_ops import RowCopies
-from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.packed.state_layers import prove_gradients
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
@@ -255,9 +254,12 @@ class HfTrainEngine(TrainEngine):
         """Make the micro-batches of the group's batch, as this rank computes them."""
         group, model = self.sequences, self.policy.model
         budget = Budget(self.config.micro_batch_tokens, group.size, f"{self.config.role}.micro_batch_tokens")
-        part = partial(part_of, group=group)
         heaviest = (lambda work: heaviest_of_any_rank(work, self.device)) if self.in_step else None
-        return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part, heaviest)
+        return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, self._part, heaviest)
+
+    def _part(self, micro: MicroBatch) -> MicroBatch:
+        """Return what this rank computes of a micro-batch."""
+        return micro.part_of(self.sequences)
 
     def _rounds_of(
         self, micros: MicroBatches, task_of: Callable[[MicroBatch, Staging], Task]

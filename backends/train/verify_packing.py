@@ -18,7 +18,6 @@ from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
 from backends.packed.packing import MicroBatch
 from backends.packed.row_ops import RowCopies
-from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.errors import ModelError
@@ -64,7 +63,7 @@ def _verify_packing(
     _check(ours_T, expected_T, type(model).__name__, _what(model), dtype)
     if group.alone:
         return
-    part = part_of(whole, group)
+    part = whole.part_of(group)
     with _as_model_errors(model, f"rows that {group.size} ranks share"):
         ours_N = row_logits(run, model, device, part, group)
     gap = _most_of_group(_relative_gap(ours_N, expected_T[part.column_N]), group, device)

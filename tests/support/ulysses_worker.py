@@ -127,11 +127,9 @@ class Trial:
     def shared(self, group: SequenceGroup) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's hidden states, and its gradients."""
         padding = group.padding(len(self.tokens_T))
-        lengths = (*LENGTHS, padding) if padding else LENGTHS
-        parents = (*self.parents, -1) if padding else self.parents
-        tokens_T = np.concatenate([self.tokens_T, np.ones(padding, dtype=np.int64)])
-        row, _ = packed_row(self.model, Staging(torch.device("cpu")), whole_row(lengths, tokens_T, parents))
-        own = torch.from_numpy(group.own_rows(len(tokens_T)))
+        micro = whole_row(LENGTHS, self.tokens_T, self.parents).padded(padding)
+        row, _ = packed_row(self.model, Staging(torch.device("cpu")), micro)
+        own = torch.from_numpy(group.own_rows(micro.num_tokens))
         inputs = {**row.inputs, **{name: row.inputs[name][:, own] for name in ("input_ids", "position_ids")}}
         cotangent_TE = nn.functional.pad(self.cotangent_TE, (0, 0, 0, padding))
         with row.attending(), sharing(group), torch.set_grad_enabled(self.learns):

@@ -7,7 +7,6 @@ import pytest
 from train_helpers import make_batch, make_grouped_batch
 
 from backends.packed.packing import Budget, MicroBatches, Packing
-from backends.packed.row_slices import part_of
 from backends.ulysses.sequence_group import SequenceGroup
 from specs.wire.batch import Batch
 
@@ -24,7 +23,7 @@ def groups(size: int) -> list[SequenceGroup]:
 @pytest.mark.parametrize("batch", [make_batch(), make_grouped_batch()], ids=["ragged", "grouped"])
 def test_every_loss_token_is_predicted_by_one_rank(batch: Batch, size: int) -> None:
     for micro in micro_batches(batch, 48, share_prompts=True):
-        parts = [part_of(micro, group) for group in groups(size)]
+        parts = [micro.part_of(group) for group in groups(size)]
         columns, predicting = [], []
         for group, part in zip(groups(size), parts, strict=True):
             assert part.num_tokens % size == 0
@@ -39,10 +38,10 @@ def test_every_loss_token_is_predicted_by_one_rank(batch: Batch, size: int) -> N
 
 def test_what_a_row_lacks_is_a_segment_of_its_own() -> None:
     (micro,) = micro_batches(Batch({**_one(5)}), 64)
-    part = part_of(micro, SequenceGroup(None, 4, 3))
+    part = micro.part_of(SequenceGroup(None, 4, 3))
     assert (micro.lengths, part.lengths, part.parents) == ([4], [4], [-1])
     (micro,) = micro_batches(Batch({**_one(6)}), 64)
-    part = part_of(micro, SequenceGroup(None, 4, 3))
+    part = micro.part_of(SequenceGroup(None, 4, 3))
     assert (micro.lengths, part.lengths, part.parents) == ([5], [5, 3], [-1, -1])
     assert part.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert len(part.hidden_N) == 0, "its rows are filling alone"
