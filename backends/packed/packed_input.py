@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.packed.layout import PackedLayout
-from backends.packed.masks import PackedRows, block_masks
-from backends.packed.packed_attention import use_layout
+from backends.packed.packed_attention import CHUNKED, SLIDING, Reach, use_layout
 from backends.packed.packing import MicroBatch
 from backends.packed.row_ops import RowCopies
 from backends.packed.staging import Staging
@@ -23,6 +24,8 @@ from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from backends.ulysses.split_attention import sharing
 from specs.attention import FLASH
 from specs.errors import ModelError
+
+_FULL = "full_attention"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def packed_row(
         assert max(micro.parents) < 0, "can_share_prompts"
         inputs |= _varlen(micro.lengths, staging)
     elif implementation == "flex_attention":
-        inputs["attention_mask"] = block_masks(model, PackedRows(micro, staging))
+        inputs["attention_mask"] = _block_masks(model, micro, staging)
         unfused = staging.device.type == "cpu"  # for some masks torch 2.13 makes C++ that does not compile of it
     else:
         raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
@@ -96,3 +99,36 @@ def _varlen(lengths: Sequence[int], staging: Staging) -> dict[str, Any]:
     ends = staging.put(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _block_masks(model: PreTrainedModel, micro: MicroBatch, staging: Staging) -> BlockMask | dict[str, BlockMask]:
+    """Return the masks of flex_attention, which leave out blocks that nobody sees; by kind of layer where a model mixes
+    kinds. A token sees its own segment and the one that its segment continues, up to itself, in layers with a sliding
+    window or with chunks only so far back."""
+    number_T = np.repeat(np.arange(len(micro.lengths)), micro.lengths)
+    columns = number_T, np.array(micro.parents)[number_T], micro.positions_T
+    segment_T, parent_T, position_T = map(staging.put, columns)
+    staging.send()  # masks are made of them at once
+
+    # What compares queries with keys must not compute with them first: [T, T] of whole numbers are 8 bytes each.
+    def seen(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
+        together = (segment_T[query] == segment_T[key]) | (parent_T[query] == segment_T[key])
+        return together & (position_T[query] >= position_T[key])
+
+    def make(reach: Reach) -> BlockMask:
+        first_T = reach.first(position_T)
+
+        def seen_in_reach(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
+            return seen(_batch, _head, query, key) & (first_T[query] <= position_T[key])
+
+        sees, rows = seen if reach == Reach() else seen_in_reach, micro.num_tokens
+        return create_block_mask(sees, None, None, rows, rows, device=staging.device)
+
+    text: PretrainedConfig = model.config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if CHUNKED in kinds:
+        return {_FULL: make(Reach()), CHUNKED: make(Reach(chunk=text.attention_chunk_size))}
+    if window is None or kinds == {_FULL}:
+        return make(Reach())
+    return {_FULL: make(Reach()), SLIDING: make(Reach(window))} if _FULL in kinds else make(Reach(window))
