@@ -23,8 +23,15 @@ from backends.export.adapter_export import (
     load_adapted,
     merged_weights,
 )
-from backends.export.composite_export import copy_rest, folder_of, in_place
-from backends.export.hf_folder import OnBytes, file_dtype, files_of_tensors, write_folder
+from backends.export.hf_folder import (
+    OnBytes,
+    copy_rest,
+    file_dtype,
+    files_of_tensors,
+    folder_of,
+    in_place,
+    write_folder,
+)
 from backends.hf.language_model import class_of_folder, is_composite, language_model_config
 from backends.hf.score_layer import auto_class, has_score_layer, score_layer
 from backends.train.tensor_shards import ShardReader
