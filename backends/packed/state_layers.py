@@ -168,8 +168,8 @@ class SegmentPlan:
 class PromptPlan(SegmentPlan):
     """Prompts one after another, whose states are kept: `ended[layer]`, in the order of the prompts."""
 
-    def __init__(self, lengths: Sequence[int], put: Put) -> None:
-        super().__init__(lengths, None, put)
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, None, lambda array: torch.from_numpy(array).to(device))
         self.ended: dict[int, LayerState] = {}
 
     def run(self, number: int, layer: Layer, hidden_TE: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from backends.packed.layout import PackedLayout
 from backends.packed.packed_attention import use_layout
-from backends.packed.state_layers import LayerState, use_rows
+from backends.packed.state_layers import LayerState, PromptPlan, use_rows
 from backends.torch_rollout.kept_prefixes import KeptPrefix
 from backends.torch_rollout.kv_cache import KvCache, LayerTensors, PromptLayout, split
-from backends.torch_rollout.runner import Forward, packed_positions, prefill, prompt_rows
+from backends.torch_rollout.runner import Forward, packed_positions, prefill
 from backends.weights.tensor_bytes import wire_dtype
 from specs.errors import ModelError
 from specs.rounding import Tolerance
@@ -51,7 +51,7 @@ def kept_of_a_token(model: PreTrainedModel, device: torch.device) -> tuple[Layer
     """Return what layers keep of a sequence of one token, keys and values, a state, or both: seen in a forward pass
     rather than read from a config."""
     layout = PromptLayout([1], device, model.config.get_text_config().num_hidden_layers)
-    rows = prompt_rows([1], device)
+    rows = PromptPlan([1], device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
     with use_layout(layout), use_rows(rows):
         model(input_ids=token[None], position_ids=token[None], attention_mask=layout.mask, use_cache=False)

@@ -27,9 +27,8 @@ from backends.torch_rollout.sampler import sample
 from specs.errors import RlctlError
 from specs.wire.role_config import Sampling
 
-PREFILL_AHEAD = (
-    8  # prompts that go through together even if there is no slot for them yet: a forward pass for one is dear
-)
+# Prompts that go through together even if there is no slot for them yet: a forward pass for one is dear.
+PREFILL_AHEAD = 8
 
 
 class QueuedRequest(NamedTuple):

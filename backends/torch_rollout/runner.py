@@ -78,11 +78,6 @@ def packed_positions(lengths: list[int], device: torch.device, starts: Sequence[
     return torch.cat([torch.arange(start, start + length, device=device) for start, length in each])
 
 
-def prompt_rows(lengths: list[int], device: torch.device) -> PromptPlan:
-    """Return how prompts run that lie one after another, and whose states are kept."""
-    return PromptPlan(lengths, lambda array: torch.from_numpy(array).to(device))
-
-
 def prefill(
     prompts: Sequence[NDArray[np.int64]],
     forward: Forward,
@@ -102,7 +97,7 @@ def prefill(
     new = [prompt[start:] for prompt, start in zip(prompts, kept, strict=True)]
     tokens_T = torch.from_numpy(np.concatenate(new).astype(np.int64)).to(device)
     last = torch.from_numpy(np.cumsum(lengths) - 1).to(device)
-    rows = prompt_rows(lengths, device) if forward.carries_state else None
+    rows = PromptPlan(lengths, device) if forward.carries_state else None
     with use_rows(rows):
         logits = forward(tokens_T, packed_positions(lengths, device, kept), layout, last)
     block = PromptBlock(layout.kept, rows.ended if rows else {}, logits)

@@ -127,7 +127,7 @@ class WorkerExtension:
                 if not all(is_on_the_wire(name) for name, _ in named):
                     self.get_model().load_weights(reaching(adapters=False))
                 for name, weight in reaching(adapters=True):
-                    self._rlctl_adapters().write(name, weight)
+                    self.__dict__["_rlctl_slot"].write(name, weight)
             except (ValueError, KeyError, AssertionError, RuntimeError) as error:
                 raise RuntimeError(f"weight {reached}: {error}") from error
         return [
@@ -166,10 +166,6 @@ class WorkerExtension:
             slot.check(layer)
         slot.clear()
         self.__dict__["_rlctl_slot"] = slot
-
-    def _rlctl_adapters(self) -> AdapterSlot:
-        slot: AdapterSlot = self.__dict__["_rlctl_slot"]
-        return slot
 
     def rlctl_temperature(self, temperature: float | None) -> None:
         """Divide logits by `temperature` where they leave the model, until None: vLLM reports log-probs of prompts

@@ -47,7 +47,7 @@ def test_a_completion_begins_in_the_state_of_its_own_prompt() -> None:
 
 
 def test_the_states_of_prompts_are_kept_in_their_order() -> None:
-    plan = PromptPlan([2, 3, 2], put)
+    plan = PromptPlan([2, 3, 2], torch.device("cpu"))
     plan.run(7, sums, torch.arange(7.0)[:, None])
     assert plan.ended[7].recurrent is not None
     assert plan.ended[7].recurrent[:, 0].tolist() == [1, 9, 11]
