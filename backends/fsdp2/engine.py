@@ -46,7 +46,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         allocate(self.policy, config.engine, self.device)
         self.weights = sharded_tensors(model, self.mesh)
         self._read_weights(held.aliases)
-        self._verify(self.compute)
+        self._verify()
         # Plain tensors that share memory with the local rows: a step needs no other rank. A parameter with fewer rows
         # than ranks leaves some of these without any.
         self.rows: dict[str, nn.Parameter] = {}

@@ -189,12 +189,12 @@ class HfTrainEngine(TrainEngine):
         found["weights_checksum"] = checksum_weights(digests)
         return describe(self.policy.model, self.config.model, checksum=False).model_copy(update=found)
 
-    def _verify(self, computes_in: torch.dtype | None = None) -> None:
-        """Prove that what was built computes what transformers' model does. All ranks call it together. `computes_in`:
-        precision of the forward pass, where that is not the parameters' own. Raises ModelError."""
-        model, group = self.policy.model, self.sequences
-        self.policy.kernels.prove(model, self.device, computes_in or model.dtype)
-        verify_packing(self._run, model, self.device, group=group, computes_in=computes_in)
+    def _verify(self) -> None:
+        """Prove that what was built computes what transformers' model does. All ranks call it together. Raises
+        ModelError."""
+        model, dtype = self.policy.model, DTYPES[self.config.model.dtype]
+        self.policy.kernels.prove(model, self.device, dtype)
+        verify_packing(self._run, model, self.device, dtype, self.sequences)
         if self.config.optimizer is not None:
             prove_gradients(model, self.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,41 +30,26 @@ _WINDOW = 4  # tokens: less than most of these sequences have
 
 @torch.no_grad()
 def verify_packing(
-    run: Run,
-    model: PreTrainedModel,
-    device: torch.device,
-    *,
-    group: SequenceGroup = ALONE,
-    computes_in: torch.dtype | None = None,
+    run: Run, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, group: SequenceGroup = ALONE
 ) -> None:
     """Packed rows and the chunked head must give the logits of the model's own forward pass, one sequence at a time; of
     a model that gives scores, what enters its head must be the same. So must the parts of a row that `group` shares.
 
-    `run` is `Policy.forward` through the engine; all ranks call this together. `computes_in`: precision of the forward
-    pass, where that is not the parameters' own. Catches models that mix sequences of a row (a state that runs on,
-    biases that depend on the place in the row), models whose logits are not simply head(hidden), sliding windows that
-    one of the two does not see, and layers outside attention that need rows of other ranks. Raises ModelError, of a
-    group on all its ranks.
+    `run` is `Policy.forward` through the engine, which computes in `dtype`; all ranks call this together. Catches
+    models that mix sequences of a row (a state that runs on, biases that depend on the place in the row), models whose
+    logits are not simply head(hidden), sliding windows that one of the two does not see, and layers outside attention
+    that need rows of other ranks. Raises ModelError, of a group on all its ranks.
     """
-    with _short_windows(model):
-        _verify_packing(run, model, device, group, computes_in)
-
-
-def _verify_packing(
-    run: Run, model: PreTrainedModel, device: torch.device, group: SequenceGroup, computes_in: torch.dtype | None
-) -> None:
-    share = can_share_prompts(model)
-    whole = _test_row(model.config.get_text_config().vocab_size, share_prompts=share)
-    dtype = computes_in or model.dtype
-    with _as_model_errors(model, "packed sequences"), _plain_attention(model):
-        expected_T = _one_by_one(whole, lambda tokens_T: _plainly(run, tokens_T, device))
-    with _as_model_errors(model, "packed sequences"):
+    whole = _test_row(model.config.get_text_config().vocab_size, share_prompts=can_share_prompts(model))
+    with _as_model_errors(model, "packed sequences"), _changed(_short_windows(model)):
+        with _changed(_plain_attention(model)):
+            expected_T = _one_by_one(whole, lambda tokens_T: _plainly(run, tokens_T, device))
         ours_T = row_logits(run, model, device, whole)
     _check(ours_T, expected_T, type(model).__name__, _what(model), dtype)
     if group.alone:
         return
     part = whole.part_of(group)
-    with _as_model_errors(model, f"rows that {group.size} ranks share"):
+    with _as_model_errors(model, f"rows that {group.size} ranks share"), _changed(_short_windows(model)):
         ours_N = row_logits(run, model, device, part, group)
     gap = _most_of_group(_relative_gap(ours_N, expected_T[part.column_N]), group, device)
     if not gap < _largest(dtype):
@@ -161,37 +146,35 @@ def _plainly(run: Run, tokens_T: NDArray[np.int64], device: torch.device) -> Ten
 
 
 @contextmanager
-def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch to what the row is compared with: the model's own attention, but eager for flex_attention, which would
-    compile itself again for each sequence. Their values are the same."""
-    config = model.config.get_text_config()
-    if config._attn_implementation != "flex_attention":
-        yield
-        return
-    config._attn_implementation = "eager"
+def _changed(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes other values, and back what they had."""
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in attributes]
+    for holder, name, value in attributes:
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        config._attn_implementation = "flex_attention"
+        for holder, name, value in before:
+            setattr(holder, name, value)
 
 
-@contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Sliding windows and chunks that these short sequences outgrow. Masks read them from the configuration, layers
-    have them too, and a model may hand them on from one of both alone."""
+def _plain_attention(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
+    """Return what switches to that which the row is compared with: the model's own attention, but eager for
+    flex_attention, which would compile itself again for each sequence. Their values are the same."""
+    config = model.config.get_text_config()
+    flexes = config._attn_implementation == "flex_attention"
+    return [(config, "_attn_implementation", "eager")] if flexes else []
+
+
+def _short_windows(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
+    """Return sliding windows and chunks that these short sequences outgrow. Masks read them from the configuration,
+    layers have them too, and a model may hand them on from one of both alone."""
     text: PretrainedConfig = model.config.get_text_config()
     layers = list(attention_modules(model))
     holders: dict[int, Any] = {id(each): each for each in (text, *(layer.config for layer in layers), *layers)}
     names = ("sliding_window", "attention_chunk_size")
     found = [(each, name, getattr(each, name, None)) for each in holders.values() for name in names]
-    limits = [(each, name, limit) for each, name, limit in found if isinstance(limit, int) and limit > _WINDOW]
-    for each, name, _ in limits:
-        setattr(each, name, _WINDOW)
-    try:
-        yield
-    finally:
-        for each, name, limit in limits:
-            setattr(each, name, limit)
+    return [(each, name, _WINDOW) for each, name, limit in found if isinstance(limit, int) and limit > _WINDOW]
 
 
 def _prefix(parent: int) -> range:

@@ -252,7 +252,7 @@ def test_a_head_that_is_not_the_models_is_refused(qwen2: Path) -> None:
     engine = engine_of(qwen2)
 
     def check() -> None:
-        verify_packing(engine._run, engine.policy.model, engine.device)
+        verify_packing(engine._run, engine.policy.model, engine.device, torch.float32)
 
     check()
     engine.policy.head.scale = 1.1
