@@ -95,15 +95,13 @@ class Adapters:
     def off(self) -> Iterator[None]:
         """The model without its adapters. (peft's own switch also turns off gradients, which wrapped parameters do
         not take well.)"""
-        self._switch(False)
+        for layer in self.layers.values():
+            layer._disable_adapters = True
         try:
             yield
         finally:
-            self._switch(True)
-
-    def _switch(self, on: bool) -> None:
-        for layer in self.layers.values():
-            layer._disable_adapters = not on
+            for layer in self.layers.values():
+                layer._disable_adapters = False
 
     def learns(self, name: str) -> bool:
         return is_adapter(name) or name in self.whole
