@@ -206,9 +206,9 @@ class MegatronTrainEngine(HfTrainEngine):
         return self.group.context
 
     def _rounds(self, micro_batches: int) -> int:
-        return (
-            most_of_any_rank(micro_batches, self.device, self.group.data) if self.group.replicas_meet else micro_batches
-        )
+        if not self.group.replicas_meet:
+            return micro_batches
+        return int(most_of_any_rank(micro_batches, self.device, self.group.data))
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 

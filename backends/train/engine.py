@@ -214,7 +214,7 @@ class HfTrainEngine(TrainEngine):
 
     def _rounds(self, micro_batches: int) -> int:
         """Return the forward passes that this rank makes for its `micro_batches`."""
-        return most_of_any_rank(micro_batches, self.device) if self.in_step else micro_batches
+        return int(most_of_any_rank(micro_batches, self.device)) if self.in_step else micro_batches
 
     def _run(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """`policy`, through whatever the engine wraps around it."""

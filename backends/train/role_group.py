@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,11 +59,11 @@ def pretended_group(rank: Rank) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def most_of_any_rank(count: int, device: torch.device, group: dist.ProcessGroup | None = None) -> int:
-    """Return the maximum over the ranks of a group, or all; a collective."""
-    most = torch.tensor([count], device=device)
+def most_of_any_rank(number: float, device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """Return the maximum over the ranks of a group, or all; a collective. NaN is more than any number."""
+    most = torch.tensor(math.inf if math.isnan(number) else number, dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return int(most)
+    return float(most)
 
 
 def heaviest_of_any_rank(work: Sequence[float], device: torch.device) -> list[float]:

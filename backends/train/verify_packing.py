@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch import distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.hf.attention_choice import attention_modules, functions_called, in_effect
@@ -19,6 +18,7 @@ from backends.packed.packed_input import PackedInput, can_share_prompts, packed_
 from backends.packed.packing import MicroBatch
 from backends.packed.row_ops import RowCopies
 from backends.packed.staging import Staging
+from backends.train.role_group import most_of_any_rank
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.errors import ModelError
 
@@ -51,7 +51,7 @@ def verify_packing(
     part = whole.part_of(group)
     with _as_model_errors(model, f"rows that {group.size} ranks share"), _changed(_short_windows(model)):
         ours_N = row_logits(run, model, device, part, group)
-    gap = _most_of_group(_relative_gap(ours_N, expected_T[part.column_N]), group, device)
+    gap = most_of_any_rank(_relative_gap(ours_N, expected_T[part.column_N]), device, group.group)
     if not gap < _largest(dtype):
         attention = f"{', '.join(in_effect(model))} attention ({', '.join(functions_called(model))})"
         raise ModelError(
@@ -192,10 +192,3 @@ def _relative_gap(ours: Tensor, theirs: Tensor) -> float:
     if not ours.numel():
         return 0.0  # a rank without any of the few rows
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
-
-
-def _most_of_group(gap: float, group: SequenceGroup, device: torch.device) -> float:
-    """The largest gap of the group's ranks; one that is not a number is larger than all."""
-    most = torch.tensor(gap if gap == gap else float("inf"), device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.group)
-    return float(most)
