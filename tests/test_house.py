@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_396, 15_000, ("backends",)),
-    "four packages": (60_349, 50_000, WINGS),
+    "engines, packing, weights": (16_143, 15_000, ("backends",)),
+    "four packages": (60_096, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (48_711, 38_000, ("tests",)),
+    "tests with their cases": (48_713, 38_000, ("tests",)),
     "docs": (3_714, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
