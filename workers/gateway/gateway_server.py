@@ -231,7 +231,8 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
     except TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the body took longer than {BODY_S:g} s") from None
     try:
-        body = json.loads(raw)
+        text = json.dumps(json.loads(raw), ensure_ascii=False)
+        body = json.loads(text.encode(errors="replace"))  # without halves of surrogate pairs: no tokenizer takes them
     except (ValueError, RecursionError):
         raise RefusedRequest("the body is no JSON") from None
     if not isinstance(body, dict):

@@ -263,6 +263,21 @@ async def test_bodies_that_are_no_requests() -> None:
         assert content(await post(served, ASKED)) == "one"
 
 
+async def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
+    """Clients that truncate in the middle of an emoji send one, anywhere."""
+    half = "a\ud83d"
+    system, answer = ({"role": role, "content": half} for role in ("system", "assistant"))
+    function = {"name": half, "description": half, "parameters": {"type": "object", "properties": {half: {}}}}
+    asked = {"messages": [system, *ASKED["messages"], answer, {"role": "user", "content": half}]}
+    async with serving([f"one{END}"]) as served:
+        tool = {"name": half, "input_schema": function["parameters"]}
+        assert content(await post(served, {**asked, "tools": [{"type": "function", "function": function}]})) == "one"
+        assert (await post(served, {"prompt": half}, "completions"))[0] == 200
+        assert (await post(served, {**ASKED, "system": half, "tools": [tool]}, "messages/count_tokens"))[0] == 200
+        first, prompt = (served.text(tokens) for tokens, _ in served.sampler.log)
+        assert (first.count("a?") >= 5, prompt) == (True, "a?")
+
+
 async def test_what_is_too_big_or_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving([f"one{END}"]) as served:
         assert (await post(served, b"x" * (server.BODY_BYTES + 1)))[0] == 413
