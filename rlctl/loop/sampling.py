@@ -205,7 +205,9 @@ class Generation:
         rows, columns = self.prompts.rows_of(batch), batch.only(needed).columns
         shown = batch["id_B"].tolist()
         if self._what != "eval":
-            pairs = zip(batch["rollout_B"].tolist()[::-1], shown[::-1], strict=True)  # the first of a rollout counts
+            order = np.argsort(batch.sum_by_sequence("loss_mask_T")[::-1] > 0, kind="stable")
+            pairs = zip(batch["rollout_B"][::-1][order].tolist(), batch["id_B"][::-1][order].tolist(), strict=True)
+            # The first of a rollout that is learned from counts: an agent may begin with a title.
             shown = list({rollout: id_ for rollout, id_ in pairs if rollout in self._shown}.values())
         request = bodies.Score(what=self._what, samples=shown, rows=rows, episodes=dict(episodes))
         self._parts.append(SampledPart(batch, sampler.graders.grade(request, columns, self.step)))

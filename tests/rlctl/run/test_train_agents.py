@@ -63,6 +63,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     assert [one["learned"] for one in (title, *turns)] == [False, True, True]
     assert [one["root"] for one in (title, *turns)] == [True, True, False]
     assert {one["sample"] for one in turns} == {1}
+    assert all(any("tokens" in piece for piece in one["pieces"]) for one in samples), "shown is what is learned from"
     assert "not learned from" in (run / "report.html").read_text()
     left = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
     assert not [words for words in left if str(tmp_path / "agent.py") in words]
