@@ -35,11 +35,11 @@ class OpenAIChat(Wire):
         if body.get("functions"):
             raise RefusedRequest("functions are not supported: send them as tools")
         options = body.get("stream_options") or {}
-        limit = body.get("max_completion_tokens")
+        limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         return ChatRequest(
             messages=merged([_message(one) for one in list_of(body.get("messages"), "messages")]),
             tools=tuple(filter(None, map(_tool, list_of(body.get("tools"), "tools")))),
-            max_tokens=tokens_of(body.get("max_tokens") if limit is None else limit, "max_tokens"),
+            max_tokens=tokens_of(body.get(limit), limit),
             usage=bool(table_of(options, "stream_options").get("include_usage")),
         )
 

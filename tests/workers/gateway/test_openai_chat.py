@@ -95,7 +95,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": asked({"role": "assistant", "content": "It"})}, "the last message is the assistant"),
     ({"messages": [{"role": "user", "content": [PICTURE]}]}, "reads text only"),
     ({"messages": [{"role": "king", "content": "x"}]}, "role king"),
-    ({"messages": asked(), "max_tokens": -1}, "no number of tokens"),
+    ({"messages": asked(), "max_tokens": -1}, "max_tokens is no number of tokens"),
+    ({"messages": asked(), "max_completion_tokens": 0}, "max_completion_tokens is no number of tokens"),
 ]
 
 
