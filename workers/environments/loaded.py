@@ -134,12 +134,12 @@ def _mode(path: str, kind: type) -> str:
 
 
 def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Return methods by name, inherited ones too; a static method belongs to no episode."""
+    """Return methods by name, inherited and cached ones too; a static method belongs to no episode."""
     found = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
     return {
         name: getattr(kind, name)
-        for name, value in found.items()
-        if inspect.isfunction(value) or isinstance(value, classmethod)
+        for name, one in found.items()
+        if inspect.isroutine(one) and inspect.isfunction(inspect.unwrap(one)) and not isinstance(one, staticmethod)
     }
 
 

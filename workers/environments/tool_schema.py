@@ -118,8 +118,8 @@ def _schema_of_hint(hint: Any) -> dict[str, Any]:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
-    if hint in _TYPES:
-        return {"type": _TYPES[hint]}
+    if hint in _TYPES or (origin in (list, dict) and not inner):
+        return {"type": _TYPES[origin or hint]}
     if origin is Literal:
         return _choices(list(inner))
     if isinstance(hint, type) and issubclass(hint, Enum):

@@ -220,6 +220,7 @@ async def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
     code = '''
         from __future__ import annotations
         from enum import Enum
+        from functools import cache
         from typing import TYPE_CHECKING, Annotated
 
         if TYPE_CHECKING:
@@ -235,6 +236,11 @@ async def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
             def look(self) -> Thing:
                 """Look around."""
                 return "at nothing"
+
+            @cache
+            def price(self, of: Colour) -> str:
+                """Look up a price."""
+                return of.name
 
             def mix(self, first: Colour, rest: list[Colour] | None = None, other: str | Colour = Colour.TWO,
                     named: dict[str, Annotated[Colour, "any"]] = {}):
@@ -256,3 +262,4 @@ async def test_a_parameter_of_an_enum_gets_a_member(tmp_path: Path) -> None:
             reply = await environment.call("mix", wrong)
             assert (reply.text, reply.error) == ("ValueError: 'blue' is not a valid Colour", True)
         assert (await environment.call("look", {})).text == "at nothing"
+        assert (await environment.call("price", {"of": "red"})).text == "RED"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
-from typing import Any, Literal, Optional, Union
+from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035
 
 import pytest
 
@@ -37,7 +37,7 @@ def plain(x: int, y: float = 2.0, z: bool = False) -> float:
     return x + y + z
 
 
-def containers(a: list[str], b: dict[str, int], c: list, d: dict, e: list[list[float]]):  # type: ignore[type-arg]
+def containers(a: list[str], b: dict[str, int], c: list, d: dict, e: list[list[float]], f: List, g: Dict):  # type: ignore[type-arg]  # noqa: UP006
     """Take them.
 
     Args:
@@ -46,6 +46,8 @@ def containers(a: list[str], b: dict[str, int], c: list, d: dict, e: list[list[f
         c: three
         d: four
         e: five
+        f: six
+        g: seven
 
     Raises:
         ValueError: never
