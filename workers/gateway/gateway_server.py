@@ -214,6 +214,7 @@ def _parts(request: web.BaseRequest) -> tuple[str, str]:
     return "/".join(part for part in parts if part), key
 
 
+_SURROGATE = re.compile(rb"\\ud[89a-f]|\xed[\xa0-\xbf]", re.IGNORECASE)  # escaped, or as bytes that are no UTF-8
 _NOT_ITS_OWN = re.compile("authorization|x-api-key|cookie|host|connection|(accept|content-|transfer-|x-stainless-).*")
 
 
@@ -231,8 +232,9 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
     except TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the body took longer than {BODY_S:g} s") from None
     try:
-        text = json.dumps(json.loads(raw), ensure_ascii=False)
-        body = json.loads(text.encode(errors="replace"))  # without halves of surrogate pairs: no tokenizer takes them
+        body = json.loads(raw)
+        if _SURROGATE.search(raw):  # no tokenizer takes half of a pair
+            body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         raise RefusedRequest("the body is no JSON") from None
     if not isinstance(body, dict):
