@@ -12,12 +12,14 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.preflight.interpreters import own_path
+from rlctl.processes.launch import path_for
 from specs.errors import DataError, Problem, RewardError
 from specs.packages import package_path
 from specs.rules.all_rules import with_values
@@ -98,11 +100,12 @@ def run_offline(
     ends with it. Raises TimeoutExpired or OSError."""
     mark = secrets.token_hex(8)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | {**own, _MARK: mark}
-    env["PYTHONPATH"] = package_path(env.get("PYTHONPATH", ""))
-    try:
-        return subprocess.run(command, env=env, input=given, capture_output=True, timeout=timeout_s, check=False)
-    finally:
-        kill_marked(f"{_MARK}={mark}", _KILL_S)
+    with tempfile.TemporaryDirectory(prefix="rlctl-check-", ignore_cleanup_errors=True) as folder:
+        env["PYTHONPATH"] = path_for(command[0], package_path(env.get("PYTHONPATH", "")), Path(folder))
+        try:
+            return subprocess.run(command, env=env, input=given, capture_output=True, timeout=timeout_s, check=False)
+        finally:
+            kill_marked(f"{_MARK}={mark}", _KILL_S)
 
 
 # ── an advantage, a loss ──────────────────────────────────────────────────────────────────────────

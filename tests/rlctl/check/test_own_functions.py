@@ -11,6 +11,8 @@ from running import preset
 
 from backends.train.own_loss import try_loss
 from rlctl.check.findings import examine
+from rlctl.check.own_functions import run_offline
+from rlctl.processes import launch
 from rlctl.run.input_files import inputs_of
 from specs.errors import RlctlError
 from specs.load.load import load_spec
@@ -124,3 +126,18 @@ def test_at_run_time_a_bad_number_stops_the_run(file: Path, tmp_path: Path) -> N
     options = ("algorithm.advantage_function=bad.py:nan", 'reward.terms=[{kind="regex", pattern="."}]')
     with local_run(file, tmp_path / "run", *options) as run, pytest.raises(RlctlError, match="for rollout"):
         run.steps(1)
+
+
+def test_another_interpreter_does_not_see_this_ones_site_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "lib" / "site-packages"
+    root.mkdir(parents=True)
+    monkeypatch.setattr(launch, "package_root", lambda: root)
+    monkeypatch.setattr("specs.packages._ROOT", root)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $PYTHONPATH\n")
+    python.chmod(0o755)
+    seen = run_offline([str(python)], {"PYTHONPATH": "/users/own"}, 30.0).stdout.decode().strip().split(":")
+    assert str(root) not in seen
+    assert (Path(seen[0]).name, seen[1:]) == ("packages", ["/users/own"])
