@@ -23,15 +23,19 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import RewardConfig
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
-from workers.chat.chat_turns import ChatTurns
+from workers.chat.chat_turns import ChatTurns, chats_by_tools
 from workers.chat.tool_calls import ToolCall
-from workers.environments.environment_pool import EnvironmentLost, EnvironmentPool
+from workers.environments.environment_pool import Described, EnvironmentLost, EnvironmentPool
+from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import opening, usual_replies
+from workers.episodes.episode_runner import gateway_for_agents
+from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory
 from workers.grading.reward_failures import is_of_code
-from workers.offline.try_agent import AgentTrial
 from workers.watchdog import die_with_parent, set_process_name
 
 OUTPUT_LINES = 8
+AGENT_S = 60.0  # for a program's own time
+_ANSWER = "Yes."  # what the model is made to say to a program
 _STEP = "?"  # what the model is made to say to an environment that replies to text
 _GRADING = "get_reward()"
 _VALUES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
@@ -84,9 +88,7 @@ class EnvironmentTrial:
             call = ToolCall(functions[0]["name"], invented(functions[0]["parameters"]), "call00000")
             replies = [{"role": "tool", "name": call.name, "tool_call_id": call.id, "content": "1"}]
         if self.row is not None and self.section.command and self.config.model_path:
-            trial = AgentTrial(self.section, self.row, self.config.seed, self.config.max_response_tokens)
-            model = _texts(self.config.model_path, self.config.trust_remote_code)
-            self.found |= await trial.run(pool, described, model, self._problem, self.key)
+            await self._try_agent(pool, described, self.row)
             return
         if self.row is not None and described.mode != "agent":
             environment = await pool.open()
@@ -131,6 +133,59 @@ class EnvironmentTrial:
             hint, of_code = "return a number, however the episode went", not raised.isidentifier()
         message = f"{self._doing}, with {self.found['row']}, loses the episode: {lost}"
         self._problem(f"{self.key}.{self.source}", message, hint, refuses=of_code)
+
+    # ── an agent that is a program ────────────────────────────────────────────────────────────────
+
+    async def _try_agent(self, pool: EnvironmentPool, described: Described, row: Mapping[str, Any]) -> None:
+        """Play an episode in which all that the sampler writes is a scripted turn."""
+        codec, renderer = _texts(self.config.model_path, self.config.trust_remote_code)
+        answer = codec.encode([_ANSWER], rendered=True)[0] + [codec.end_id or 0]
+        prompts: list[int] = []  # their lengths
+
+        async def draw(task: Task, number: int, sample: Sample, limit: int) -> SampledTurn:
+            prompts.append(len(sample.tokens))
+            return SampledTurn(answer, [0.0] * len(answer), [0] * len(answer), True)
+
+        limits = {"max_turns": 1, "episode_timeout_s": min(self.section.episode_timeout_s, AGENT_S)}
+        section, turn_tokens = self.section.model_copy(update=limits), self.config.max_response_tokens
+        task = Task(0, 0, 0, 0, False, self.config.seed, [0], row["values"], row["messages"], section.name)
+        chats = chats_by_tools(codec, renderer)
+        gateway = gateway_for_agents()
+        await gateway.start()
+        try:
+            episode = AgentEpisode(task, section, described, chats, draw, turn_tokens, gateway)
+            ended = await episode.run(pool)
+        finally:
+            await gateway.close()
+        self._judge_agent(prompts, episode.longest, ended, section.episode_timeout_s)
+        self.found |= {"mode": "program"}
+        if prompts:
+            tools = sum(len(turn.request.tools) for turn in episode.tree.turns)
+            wire = next((turn.request.wire for turn in episode.tree.turns), "")
+            reply = f"{wire}, {tools} tools; exit code {ended.notes.get('exit_code')}"
+            self.found |= {"prompt_tokens": prompts[0], "turn": _ANSWER, "reply": reply}
+
+    def _judge_agent(self, prompts: Sequence[int], longest: int, ended: Trajectory, limit_s: float) -> None:
+        key, most, turn = f"{self.key}.agent", self.section.max_episode_tokens, self.config.max_response_tokens
+        of_tokens = f"{self.key}.max_episode_tokens"
+        if prompts and prompts[0] + turn > most:
+            message = f"the agent's first request has {prompts[0]} tokens, and a turn up to {turn}"
+            self._problem(of_tokens, message, f"use at least {prompts[0] + turn}")
+        elif prompts and ended.why:
+            self._problem(key, f"after one turn, {ended.why}", "see what it prints", refuses=False)
+        elif prompts and ended.stop == "timeout":
+            message = f"did not end within {limit_s:g} s after one turn"
+            self._problem(key, message, "its own time is bounded by episode_timeout_s", refuses=False)
+        elif prompts:
+            return
+        elif ended.stop == "context_overflow":
+            message = f"the agent's first request has more tokens: {longest}"
+            self._problem(of_tokens, message, f"use at least {longest + turn}")
+        elif ended.why:
+            self._problem(key, ended.why, "run the command by hand to see why")
+        else:
+            message = f"did not ask the model within {limit_s:g} s"
+            self._problem(key, message, "it must ask at OPENAI_BASE_URL or ANTHROPIC_BASE_URL")
 
     # ── the chat template ─────────────────────────────────────────────────────────────────────────
 
