@@ -38,10 +38,8 @@ class EvalSet(Table):
     """Unset: `eval.pass_score`."""
 
 
-class PromptSets(Table):
-    """Prompts that a run is evaluated on: one set, or several. `key` is where a spec has them."""
-
-    key: ClassVar[str] = "eval"
+class PromptSet(Table):
+    """A set of prompts, and how it is completed."""
 
     name: SetName = "heldout"
     """Name in the metrics: `eval/<name>/reward_mean`."""
@@ -64,6 +62,13 @@ class PromptSets(Table):
     pass_score: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE)
     """Least score with which a completion passes; unset: what the term gives a right completion. Without either
     key, and with no such term, there is no pass@k."""
+
+
+class PromptSets(PromptSet):
+    """Prompts that a run is evaluated on: one set, or several. `key` is where a spec has them."""
+
+    key: ClassVar[str] = "eval"
+
     sets: tuple[EvalSet, ...] = ()
     """Several sets in place of one."""
 
@@ -116,19 +121,11 @@ class PassThreshold:
         return f"a completion passes when {what} is at least {self.score:g}"
 
 
-class Evaluation(Table):
-    """One set of prompts, and how it is completed. `key`: where the spec says so; `given`: which keys it writes."""
+class Evaluation(PromptSet):
+    """One set of prompts with all that holds for it. `key`: where the spec says so; `given`: which keys it writes.
+    Without `data` the rows are held out of `data.train`, or those of `[eval]`."""
 
     key: str
-    name: str
-    data: str  # empty: rows held out of `data.train`, or those of `[eval]`
-    split: str
-    prompts: int
-    samples_per_prompt: int
-    temperature: float  # 0: greedy
-    top_p: float
-    pass_term: int | None
-    pass_score: float | None
     given: frozenset[str] = frozenset()
 
     @property
