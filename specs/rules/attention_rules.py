@@ -14,6 +14,7 @@ from specs.schema.engines.kernel_choice import choose_kernels
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
+from specs.schema.table import no_effect
 
 
 @dataclass(frozen=True)
@@ -81,5 +82,5 @@ def shadowed_attention(spec: Spec) -> Iterator[Problem]:
         engine = engine_of(spec.role(role))
         if engine is not None and engine.attention != "engine" and attention_key(spec, role).startswith("model."):
             return
-    message = "has no effect: every role has an attn_implementation of its own, or an engine that chooses it"
-    yield Problem("model.attn_implementation", message, "remove the key")
+    why = "every role has an attn_implementation of its own, or an engine that chooses it"
+    yield no_effect("model.attn_implementation", why)

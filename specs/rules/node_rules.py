@@ -8,6 +8,7 @@ from specs.errors import Problem
 from specs.schema.role_section import Restartable, RoleSection
 from specs.schema.roles import REWARD, ROLES, RoleName
 from specs.schema.spec import Spec
+from specs.schema.table import no_effect
 
 
 def node_problems(spec: Spec) -> Iterator[Problem]:
@@ -40,7 +41,7 @@ def _cluster(spec: Spec) -> Iterator[Problem]:
     for key in sorted(cluster.model_fields_set):
         if not far or (key == "address" and cluster.kind != "ray"):
             why = f'cluster.kind is "{cluster.kind}"' if far else "every role has nodes = 1"
-            yield Problem(f"cluster.{key}", f"has no effect: {why}", "remove the key")
+            yield no_effect(f"cluster.{key}", why)
 
 
 def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:

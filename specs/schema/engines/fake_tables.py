@@ -14,7 +14,6 @@ from specs.schema.role_section import RoleSection
 from specs.schema.roles import RoleName
 from specs.schema.sections import ModelSection
 from specs.schema.table import no_effect
-from specs.text import show
 
 
 class FakeTable(EngineTable):
@@ -37,7 +36,7 @@ class FakeTable(EngineTable):
                 if engine.model_of != self.model_of:
                     message = f'cannot work with {role}.engine.kind = "{self.kind}": their models differ'
                     hint = "use the fake engine for all roles or for none"
-                    yield Problem(f"{name}.engine.kind", message, hint, show(engine.kind))
+                    yield Problem(f"{name}.engine.kind", message, hint)
         yield from _without_effect(role, context.section)
 
 
@@ -54,8 +53,7 @@ class FakeTrainTable(FakeTable, TrainTable):
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         yield from super().problems(context)
         if context.section.processes > 1:
-            message = "the fake engine learns in one process"
-            yield Problem(f"{context.role}.processes", message, "remove the key", show(context.section.processes))
+            yield Problem(f"{context.role}.processes", "the fake engine learns in one process", "remove the key")
 
     def memory(self, held: HeldTrainer) -> Iterable[Part]:
         return ()
@@ -77,7 +75,7 @@ class FakeRolloutTable(FakeTable, RolloutTable):
 def _model_problems(model: ModelSection) -> Iterator[Problem]:
     if not model.from_scratch:
         message = "the fake engine reads no weights; it always starts from scratch"
-        yield Problem("model.from_scratch", message, "set model.from_scratch = true", "false")
+        yield Problem("model.from_scratch", message, "set model.from_scratch = true")
     for key in ("attn_implementation", "trust_remote_code"):
         if getattr(model, key) not in ("auto", False):
             yield no_effect(f"model.{key}", "the fake engine has no such model")
@@ -94,5 +92,4 @@ def _without_effect(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     }
     for key, value in unused.items():
         if getattr(section, key, None) not in (value, None, "auto"):
-            why = "the fake engine is a numpy model in fp32 on the CPU"
-            yield no_effect(f"{role}.{key}", why)
+            yield no_effect(f"{role}.{key}", "the fake engine is a numpy model in fp32 on the CPU")

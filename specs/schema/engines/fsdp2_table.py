@@ -89,7 +89,7 @@ class Fsdp2Table(OwnModules):
         if self.shard is None:
             message = f"{processes} processes cannot be shared out to {self.replicate} groups"
             hint = f"{role}.engine.replicate = {listed(divisors(processes))} would fit"
-            return Problem(f"{role}.engine.replicate", message, hint, str(self.replicate))
+            return Problem(f"{role}.engine.replicate", message, hint)
         mesh = self.mesh(processes)
         product = f"{mesh.shard} × {mesh.replicate} = {mesh.ranks}"
         message = f"shard × replicate = {product}, but {role} has {processes} processes"
@@ -98,4 +98,4 @@ class Fsdp2Table(OwnModules):
             hint += f"{role}.engine.replicate = {processes // self.shard}"
         else:
             hint += f"{role}.engine.shard = {listed(divisors(processes))}"
-        return Problem(f"{role}.engine.shard", message, hint, str(self.shard))
+        return Problem(f"{role}.engine.shard", message, hint)

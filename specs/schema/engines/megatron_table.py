@@ -20,6 +20,7 @@ from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
 from specs.schema.mesh import CONTEXT, EXPERT, EXPERT_TENSOR, Mesh, divisors
 from specs.schema.role_section import DType, Optimizer, RoleSection
 from specs.schema.roles import RoleName
+from specs.schema.table import no_effect
 from specs.text import listed, show
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -106,17 +107,17 @@ class MegatronTable(TrainedHere):
             )
             would = [n for n in divisors(ranks) if ranks % (n * self.ranks_of_expert) == 0]
             hint = f"use {listed(would)}" if would else f"{role}.engine.expert_tensor_parallel = 1 would fit"
-            yield Problem(f"{role}.engine.expert_parallel", message, hint, str(self.expert_parallel))
+            yield Problem(f"{role}.engine.expert_parallel", message, hint)
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
-            message = "has no effect: pipeline_parallel is 1, and there are no stages that wait for each other"
-            yield Problem(f"{role}.engine.virtual_pipeline", message, "remove the key", show(self.virtual_pipeline))
+            why = "pipeline_parallel is 1, and there are no stages that wait for each other"
+            yield no_effect(f"{role}.engine.virtual_pipeline", why)
         if self.tensor_sequence_parallel and self.tensor_parallel == 1:
-            message = "has no effect: it splits activations across tensor ranks, and tensor_parallel is 1"
-            yield Problem(f"{role}.engine.tensor_sequence_parallel", message, "remove the key", "true")
+            why = "it splits activations across tensor ranks, and tensor_parallel is 1"
+            yield no_effect(f"{role}.engine.tensor_sequence_parallel", why)
         if section.devices and getattr(section, "activation_offload", False):  # on the CPU it has no effect anywhere
             message = f'has no effect: {role}.engine.kind = "{self.kind}" keeps activations on the device'
             hint = f"remove the key; {role}.gradient_checkpointing saves as much"
-            yield Problem(f"{role}.activation_offload", message, hint, "true")
+            yield Problem(f"{role}.activation_offload", message, hint)
         if getattr(section, "lora", None) is not None:
             message = f'{role}.engine.kind = "{self.kind}" trains all weights: it has no adapters'
             hint = f'set {role}.engine = {{ kind = "fsdp2" }}: it trains adapters on the same ranks, and shards the '
@@ -134,7 +135,7 @@ class MegatronTable(TrainedHere):
         )
         hint = f"{role}.processes = {max(1, processes // self.group) * self.group} would fit, or axes whose product is "
         hint += listed(divisors(processes))
-        return Problem(f"{role}.engine.tensor_parallel", message, hint, str(self.tensor_parallel))
+        return Problem(f"{role}.engine.tensor_parallel", message, hint)
 
     def _layer_problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse layers of TransformerEngine where they cannot be."""

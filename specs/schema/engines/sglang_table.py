@@ -63,12 +63,12 @@ class SglangTable(RolloutTable):
         if not section.devices:
             message = f"needs a GPU, and {role} runs on the CPU: SGLang publishes no packages for it"
             hint = f'name GPUs in {role}.devices, or use {role}.engine.kind = "torch" or "vllm"'
-            yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
+            yield Problem(f"{role}.engine.kind", message, hint)
         for key, off in (("top_p", 1.0), ("top_k", 0)):
             if getattr(section, key) != off:
                 message = "the log-probs that SGLang returns leave it out, so they would not be those of the samples"
                 hint = f'set {role}.{key} = {off:g}, or use {role}.engine.kind = "torch" or "vllm"'
-                yield Problem(f"{role}.{key}", message, hint, show(getattr(section, key)))
+                yield Problem(f"{role}.{key}", message, hint)
         for evaluation in context.evaluations:
             if evaluation.top_p < 1:
                 hint = f'leave it out, or use {role}.engine.kind = "torch" or "vllm"'
@@ -77,8 +77,7 @@ class SglangTable(RolloutTable):
                 )
         for name in _SET_BY_THE_ENGINE:
             if name in section.env:
-                value = show(section.env[name])
-                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", value)
+                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", "remove the key")
 
     def memory(self, replica: Replica) -> Iterator[Part]:
         """Count the share that it is given, and what it needs beside."""

@@ -36,8 +36,7 @@ class TorchRolloutTable(BuiltHere, CacheKeepingTable):
         longest = context.max_prompt_tokens
         if self.prefill_tokens < longest:
             message = f"less than the longest prompt may have ({longest} tokens)"
-            key = f"{context.role}.engine.prefill_tokens"
-            yield Problem(key, message, f"use at least {longest}", str(self.prefill_tokens))
+            yield Problem(f"{context.role}.engine.prefill_tokens", message, f"use at least {longest}")
 
     def memory(self, replica: Replica) -> Iterator[Part]:
         """Reserve a cache for as many sequences of full length as are decoded at a time."""

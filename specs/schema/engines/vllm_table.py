@@ -145,18 +145,18 @@ class VllmTable(CacheKeepingTable):
         if lora is None:
             if "lora" in self.model_fields_set:
                 message = "has no effect: the actor trains no adapters (actor.lora)"
-                yield Problem(key, message, "remove the key, or add actor.lora", show(self.lora))
+                yield Problem(key, message, "remove the key, or add actor.lora")
             return
         if self.lora == "merged":
             return
         if lora.rank > LORA_ROOMS[-1]:
             message = f'rollout.engine.lora = "adapters" takes ranks up to {LORA_ROOMS[-1]}: vLLM has no room for more'
             hint = f'use at most {LORA_ROOMS[-1]}, or rollout.engine.lora = "merged"'
-            yield Problem("actor.lora.rank", message, hint, str(lora.rank))
+            yield Problem("actor.lora.rank", message, hint)
         if context.device == "cuda" and context.dtype == "fp32":
             message = "vLLM's kernels for adapters compute in bf16 on a GPU, and rollout is fp32"
             hint = 'set rollout.dtype = "bf16", or rollout.engine.lora = "merged"'
-            yield Problem(key, message, hint, show(self.lora))
+            yield Problem(key, message, hint)
 
 
 def _adapter_bytes(replica: Replica) -> int:

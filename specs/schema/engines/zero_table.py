@@ -19,7 +19,7 @@ from specs.schema.engines.transformers_tables import HUGGING_FACE, OwnModules
 from specs.schema.mesh import Mesh
 from specs.schema.role_section import DType, Optimizer
 from specs.schema.roles import ROLES, RoleName
-from specs.text import show
+from specs.schema.table import no_effect
 
 # DeepSpeed measures the gradient norm at every stage only when it clips; no norm in fp32 reaches this.
 _NEVER_CLIPS = 1e38
@@ -112,25 +112,24 @@ class ZeroTable(OwnModules):
         key = f"{role}.engine.stage"
         if self.kind == "zero3" and self.stage != 3:
             hint = f'remove the key, or write {role}.engine.kind = "zero"'
-            yield Problem(key, f'contradicts {role}.engine.kind = "zero3", which means stage 3', hint, str(self.stage))
+            yield Problem(key, f'contradicts {role}.engine.kind = "zero3", which means stage 3', hint)
         elif not context.learns and self.stage != 3:
             message = f"shards what only learning needs, and {ROLES[role].title} does not learn"
-            yield Problem(key, message, f'use stage 3, or {role}.engine.kind = "ddp"', str(self.stage))
+            yield Problem(key, message, f'use stage 3, or {role}.engine.kind = "ddp"')
         elif self.stage == 1 and context.dtype == "bf16":
             # DeepSpeed has another optimizer for just this, with another layout.
-            message = f'does not go with {role}.dtype = "bf16" here'
-            yield Problem(key, message, "stage 2 takes less memory for the same result", "1")
+            hint = "stage 2 takes less memory for the same result"
+            yield Problem(key, f'does not go with {role}.dtype = "bf16" here', hint)
 
     def _offload_problems(self, role: RoleName, context: EngineContext) -> Iterator[Problem]:
         if self.offload_parameters and self.stage != 3:
             message = f"needs stage 3, and {role}.engine.stage is {self.stage}: below it every rank has all parameters"
-            yield Problem(f"{role}.engine.offload_parameters", message, f"set {role}.engine.stage = 3", "true")
+            yield Problem(f"{role}.engine.offload_parameters", message, f"set {role}.engine.stage = 3")
         for name in ("offload_optimizer", "offload_parameters"):
-            key, value = f"{role}.engine.{name}", getattr(self, name)
-            if value and context.device == "cpu":
-                yield Problem(key, f"has no effect: {role} runs on the CPU", "remove the key", show(value))
+            if getattr(self, name) and context.device == "cpu":
+                yield no_effect(f"{role}.engine.{name}", f"{role} runs on the CPU")
             elif name == "offload_optimizer" and name in self.model_fields_set and not context.learns:
-                yield Problem(key, f"has no effect: {ROLES[role].title} does not learn", "remove the key", show(value))
+                yield no_effect(f"{role}.engine.{name}", f"{ROLES[role].title} does not learn")
 
 
 def _zero12(held: HeldTrainer, engine: ZeroTable, config: dict[str, Any]) -> Iterator[Part]:
