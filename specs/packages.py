@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).absolute().parents[1]  # links are kept: another interpreter has ours alone (`path_for`)
 _SHIPPED = _ROOT / "specs" / "shipped"
 _VERSION = re.compile(r"^Version:[ \t]*(\S+)", re.MULTILINE)
 

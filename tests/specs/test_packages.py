@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from specs.packages import installed_here, version_here
+from specs.packages import installed_here, package_root, version_here
 
 
 def test_versions_are_those_of_importlib() -> None:
@@ -29,3 +31,11 @@ def test_an_old_package_without_a_dist_info(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "ancient.egg-info" / "PKG-INFO").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert version_here("ancient") == "0.3.dev1"
+
+
+def test_what_a_linked_rlctl_starts_sees_the_links_alone(tmp_path: Path) -> None:
+    """A role's own interpreter gets links to our packages: the folder behind them holds another one's torch."""
+    (tmp_path / "specs").symlink_to(package_root() / "specs")
+    program = "from specs.packages import package_path; print(package_path(''))"
+    seen = subprocess.check_output([sys.executable, "-P", "-c", program], env={"PYTHONPATH": str(tmp_path)}, text=True)
+    assert seen.strip() == str(tmp_path)
