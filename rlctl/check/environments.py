@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
@@ -128,21 +127,13 @@ def _ask(spec: RlSpec, spec_dir: Path, request: dict[str, Any], wanted: Collecti
         START_TIMEOUT_S + _CALLS * one.call_timeout_s + _AGENT_S * bool(one.command) for one in spec.environments
     )
     timeout_s = _MORE_S + sum(limits_s)
-    output, why = b"", ""
     with tempfile.TemporaryDirectory(prefix="rlctl-check-", ignore_cleanup_errors=True) as folder:
         text = json.dumps({**request, "log": os.path.join(folder, "output.log")})
         command = [python, "-P", "-m", "workers.offline.try_environment"]
-        try:
-            done = run_offline(command, env, timeout_s, text.encode())
-            output, last = done.stdout, done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            why = f"trying it ended the process (status {done.returncode}) {''.join(last)}"
-        except subprocess.TimeoutExpired as late:
-            output, why = late.stdout or b"", f"trying it took longer than {timeout_s:g} s"
-        except OSError as error:
-            why = f"cannot be tried with {python}: {error.strerror}"
+        output, how = run_offline(command, env, timeout_s, text.encode())
     replies = {one["key"]: one for one in map(json.loads, output.splitlines())}
     silent = next((key for key in wanted if key not in replies), None)
     if silent is not None:
-        problem = {"key": f"[{silent}]", "message": why, "hint": "import its file with python to see why"}
+        problem = {"key": f"[{silent}]", "message": how, "hint": "import its file with python to see why"}
         replies[silent] = {"key": silent, "problems": [{**problem, "refuses": True}]}
     return [*replies.values()]

@@ -95,17 +95,23 @@ def call_functions(
 
 def run_offline(
     command: Sequence[str], own: Mapping[str, str], timeout_s: float, given: bytes = b""
-) -> subprocess.CompletedProcess[bytes]:
+) -> tuple[bytes, str]:
     """Run a process that tries code of the user's, with the variables of this one and a role's own; all that it started
-    ends with it. Raises TimeoutExpired or OSError."""
+    ends with it. Return its output, and how it ended, which is said where it does not say all that it should."""
     mark = secrets.token_hex(8)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | {**own, _MARK: mark}
     with tempfile.TemporaryDirectory(prefix="rlctl-check-", ignore_cleanup_errors=True) as folder:
         env["PYTHONPATH"] = path_for(command[0], package_path(env.get("PYTHONPATH", "")), Path(folder))
         try:
-            return subprocess.run(command, env=env, input=given, capture_output=True, timeout=timeout_s, check=False)
+            done = subprocess.run(command, env=env, input=given, capture_output=True, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired as late:
+            return late.stdout or b"", f"does not end within {timeout_s:g} s"
+        except OSError as error:
+            return b"", f"cannot be tried with {command[0]}: {error.strerror}"
         finally:
             kill_marked(f"{_MARK}={mark}", _KILL_S)
+    last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
+    return done.stdout, f"trying it ended the process (status {done.returncode}) {last}"
 
 
 # ── an advantage, a loss ──────────────────────────────────────────────────────────────────────────
@@ -117,17 +123,11 @@ def _wrong(actor: LearningRole, spec_dir: Path, which: str, path: str) -> tuple[
     python = (own_path(actor, spec_dir) if which == "loss" else "") or sys.executable
     file = str(spec_dir / Path(path).expanduser())
     command = [python, "-B", "-P", "-m", "workers.offline.call_own_function", which, file]
-    try:
-        done = run_offline(command, env, TIMEOUT_S)
-        reply = json.loads(done.stdout.splitlines()[-1])
+    output, how = run_offline(command, env, TIMEOUT_S)
+    with suppress(ValueError, IndexError):
+        reply = json.loads(output.splitlines()[-1])
         return (reply["error"], reply["hint"]) if reply else None
-    except subprocess.TimeoutExpired:
-        return f"does not end within {TIMEOUT_S:g} s on a tiny batch", "it is called in every step: make it quick"
-    except OSError as error:
-        return f"cannot be tried with {python}: {error.strerror}", "check actor.python"
-    except (ValueError, IndexError):
-        last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
-        return f"trying it ended the process (status {done.returncode}) {last}", "call it with python to see why"
+    return how, f"call it with {python} to see why; a run calls it in every step"
 
 
 # ── rewards ───────────────────────────────────────────────────────────────────────────────────────

@@ -138,6 +138,6 @@ def test_another_interpreter_does_not_see_this_ones_site_packages(
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho $PYTHONPATH\n")
     python.chmod(0o755)
-    seen = run_offline([str(python)], {"PYTHONPATH": "/users/own"}, 30.0).stdout.decode().strip().split(":")
+    seen = run_offline([str(python)], {"PYTHONPATH": "/users/own"}, 30.0)[0].decode().strip().split(":")
     assert str(root) not in seen
     assert (Path(seen[0]).name, seen[1:]) == ("packages", ["/users/own"])
