@@ -276,7 +276,9 @@ class EpisodeGeneration(Generation):
     def _start(self, prompts: Batch) -> None:
         """Send episodes to the ranks of the reward role, group by group in turn."""
         ranks = self._sampler.reward.ready
-        self._running += len(ranks)
+        self._running += max(1, len(ranks))
+        if not ranks:
+            self._sampler.unbegun.append(partial(self._start_late, prompts))
         for rank, chosen in zip(ranks, group_shards(prompts["group_B"], len(ranks)), strict=True):
             shard = prompts.select(chosen)
             self._sampler.reward.post(
@@ -288,6 +290,10 @@ class EpisodeGeneration(Generation):
                 on_part=self._hear,
                 on_done=partial(self._ended, shard),
             )
+
+    def _start_late(self, prompts: Batch) -> None:
+        self._running -= 1
+        self._start(prompts)
 
     def _hear(self, message: Message) -> None:
         part = bodies.EpisodePart.of(message)
@@ -325,13 +331,22 @@ class EpisodeGeneration(Generation):
             if self._running and self.relay.stranded:
                 sampler.sync.restore(self.step)
                 self.relay.resume()
-            sampler.reward.tick()
+            self._tick()
         left = self._unanswered()
         while len(left) and self.relay.drawing:
             sampler.reward.tick()
         if len(left):
             self._send(left)
             self.wait()
+
+    def _tick(self) -> None:
+        """Wait a moment. Where there are ranks again, episodes of any batch begin that found none."""
+        sampler = self._sampler
+        sampler.graders.wait(self.step)
+        if sampler.reward.ready:
+            unbegun, sampler.unbegun = sampler.unbegun, []
+            for start in unbegun:
+                start()
 
 
 def _prefixes(batch: Batch) -> NDArray[np.int64]:

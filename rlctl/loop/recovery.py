@@ -1,13 +1,13 @@
 """Restore failed replicas: start them again, build them, give them the actor's weights again, and verify them. Do the
-same for processes of the reward role on other hosts.
+same for processes of the reward role, which have no weights.
 
 Only these can be restored: each is a process of its own, and all that it knows comes from the spec and from the next
 sync. What it had finished stays; what it had not is sampled again (rlctl/loop/sampling.py), to the same tokens where
 the engine's randomness depends on seed and sample alone, or graded by others (rlctl/loop/scores/graders.py).
 
 With `min_processes` a run also begins without those that are not there in time. A replica that comes later is built
-before the next sync, and takes part from that sync on; a process of the reward role before the next step. Each keeps
-its rank throughout.
+before the next sync, and takes part from that sync on; a process of the reward role before the next step, or at once
+where no other is left. Each keeps its rank throughout.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from rlctl.processes.launch import tail
 from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import AsBuiltError, Cause
 from specs.schema.metric import Metric, metrics
-from specs.schema.role_section import Restartable
-from specs.schema.roles import REWARD, ROLES, ROLLOUT, RoleName
+from specs.schema.roles import REWARD, ROLES, ROLLOUT
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import Sleep
 from specs.wire.messages import Message, Verb
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
     from rlctl.loop.residency import Residency
     from rlctl.loop.sync import SyncReport, WeightSync
     from rlctl.processes.groups import Groups
-    from rlctl.processes.placement import Plan
 
 METRICS: tuple[Metric, ...] = (
     *metrics(
         "",
         {
             "rollout/restarts": "Replicas restarted in this attempt so far.",
+            "reward/restarts": "Processes of the reward role restarted in this attempt so far.",
             "time/restart_s [s]": "Restoring failed ranks and building late ones, since the last step.",
         },
     ),
@@ -63,10 +62,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     *metrics(
         "`reward.nodes` is above 1",
-        {
-            "reward/restarts": "Processes of the reward role restarted in this attempt so far.",
-            "reward/processes": "Processes of the reward role.",
-        },
+        {"reward/processes": "Processes of the reward role."},
     ),
 )
 
@@ -74,9 +70,8 @@ METRICS: tuple[Metric, ...] = (
 class FailureWarnings:
     """Warn of each rank that has failed or is late, with what becomes of it."""
 
-    def __init__(self, groups: Groups, far: Mapping[int, str], warn: Callable[[str], None]) -> None:
-        """`far`: rank → host of those on other hosts."""
-        self.groups, self.far, self.warn = groups, far, warn
+    def __init__(self, groups: Groups, warn: Callable[[str], None]) -> None:
+        self.groups, self.warn = groups, warn
 
     def __call__(self, evidence: Evidence) -> None:
         ranks, group = self.groups.ranks, self.groups[evidence.role]
@@ -85,7 +80,7 @@ class FailureWarnings:
         if evidence.log_name:
             log_path = log_path.with_name(evidence.log_name)
         who = f"{evidence.role} rank {evidence.rank}"
-        if host := self.far.get(evidence.rank, ""):
+        if host := self.groups.membership.host_of(evidence.role, evidence.rank):
             who += f" on {host}"
         least = f"({evidence.role}.min_processes = {policy.least})"
         if evidence.rank in ranks.late(evidence.role):
@@ -105,17 +100,6 @@ class FailureWarnings:
                 f"{who} failed: {evidence.message}. It is started again (restart {restart} of at most {policy.limit}, "
                 f"{evidence.role}.max_restarts); log: {log_path}"
             )
-
-
-def policy_for(
-    role: RoleName, section: Restartable, plan: Plan, groups: Groups, warn: Callable[[str], None]
-) -> RestartPolicy:
-    """Return what becomes of ranks of a role that fail. On the driver's host a process of the reward role is needed."""
-    placed = plan.role(role)
-    far = {rank: host for rank in range(placed.processes) if (host := placed.host_of(rank))}
-    on_failure = FailureWarnings(groups, far, warn)
-    covered = None if ROLES[role].samples else frozenset(far)
-    return RestartPolicy(role, section.max_restarts, on_failure, section.min_processes, covered)
 
 
 def begin_with_fewer(groups: Groups, policy: RestartPolicy) -> None:
@@ -152,7 +136,7 @@ class RankRecovery:
         self.ranks = groups.ranks
 
     def begin(self) -> None:
-        """Let failures of ranks that the policy covers be mended from now on, instead of ending the run."""
+        """Let failures be mended from now on, instead of ending the run."""
         self.ranks.allow_restarts(self.policy)
 
     @property
@@ -244,7 +228,8 @@ class SteadyGrading:
 
     def metrics(self) -> dict[str, float | int]:
         group = self.recovery.groups[REWARD]
-        return {} if group.processes == 1 else {**self.recovery.metrics(), "reward/processes": group.size}
+        processes = {"reward/processes": group.size} if group.processes > 1 else {}
+        return {**self.recovery.metrics(), **processes}
 
 
 class SteadySync:

@@ -90,21 +90,17 @@ class Sampler:
         self.score_model, self._generation = score_model, generation or Generation
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         judged = any(term.graded_by == "judge" for term in spec.reward_terms)
-        self.graders = Graders(reward, JUDGED_PARTS if judged else 1)
+        self.graders = Graders(reward, JUDGED_PARTS if judged else 1, grading)
         self.prefix_counts: dict[What, Counter[str]] = defaultdict(Counter)
         self.forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: samples that it may drop (`TurnRelay`)
         self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start
+        self.unbegun: list[Callable[[], None]] = []  # starts of episodes that found no rank to run them
         self.clock, self.sync, self.grading = clock, sync, grading
 
     def take_prefix_share(self, what: What) -> dict[str, float]:
         """Return which share of the turns' prompts was not computed again, since the last call."""
         reused, computed = (self.prefix_counts[what].pop(name, 0) for name in PREFIX_COUNTS)
         return {"episode/prefix_reused": reused / (reused + computed)} if reused + computed else {}
-
-    def restore_graders(self, step: int) -> None:
-        """Let restarted processes of the reward role grade again."""
-        if self.grading is not None and self.grading.restore(step):
-            self.graders.hand_out()
 
     def held_out(self, one: Evaluation, step: int) -> PromptBatch:
         """Prompts for an evaluation, each as often as it is completed."""

@@ -40,7 +40,7 @@ _NEVER_CAME = (RankState.LATE, RankState.JOINING)
 @dataclass(frozen=True)
 class RestartPolicy:
     """Ranks of `role` are started again, at most `limit` times in all; `on_failure` hears of each failure, and of each
-    rank that is late. Role "": none. `ranks`: only these; None: all.
+    rank that is late. Role "": none.
 
     As long as `least` are left (None: never), a rank is dropped where no restart is left, where it cannot be built, or
     where its host is lost."""
@@ -49,10 +49,6 @@ class RestartPolicy:
     limit: int = 0
     on_failure: Callable[[Evidence], None] = lambda evidence: None
     least: int | None = None
-    ranks: frozenset[int] | None = None
-
-    def covers(self, place: Place) -> bool:
-        return place[0] == self.role and (self.ranks is None or place[1] in self.ranks)
 
 
 _NO_POLICY = RestartPolicy()
@@ -202,16 +198,15 @@ class RankStates:
 
     def may_restart(self, place: Place) -> bool:
         """Return whether this rank would be started again if it failed."""
-        policy = self.policy_of(place[0])
-        allowed = policy.covers(place) and self.restarts_used(place[0]) < policy.limit
+        allowed = self.restarts_used(place[0]) < self.policy_of(place[0]).limit
         return allowed and self._states[place] in (RankState.RUNNING, RankState.RESTARTING)
 
     def _may_drop(self, place: Place) -> bool:
-        policy, role, state = self.policy_of(place[0]), place[0], self._states[place]
-        least = policy.least
+        role, state = place[0], self._states[place]
+        least = self.policy_of(role).least
         if state in _NEVER_CAME:
             return True  # the others are enough already
-        if not policy.covers(place) or least is None or state in (RankState.FAILING, RankState.FAILED, RankState.FATAL):
+        if least is None or state in (RankState.FAILING, RankState.FAILED, RankState.FATAL):
             return False
         taking_part = {one for one, now in self._states.items() if one[0] == role and now not in _NEVER_CAME}
         return len(taking_part - self._to_drop - {place}) >= least

@@ -83,7 +83,7 @@ class Rl(Driver):
     def step(self, step: int) -> StepRecord:
         """Sample, grade, train, and send the weights where samples to come need them. `step` counts from 1."""
         self.clock.start()
-        self.sampler.restore_graders(step)
+        self.sampler.graders.restore(step)
         self.sync.resend_if_asleep(step)
         with self.phase("rollout", step):
             drawn = self.queue.take(step)

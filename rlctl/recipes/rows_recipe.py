@@ -173,7 +173,7 @@ class RowsRecipe(Driver):
     def evaluate_generated(self, generated: PromptEvaluation, step: int, arrived: Arrived | None) -> StepRecord:
         """Give the rollout the weights after `step` steps; return what it completes with them, graded."""
         sync = generated.sampler.sync
-        generated.sampler.restore_graders(step)
+        generated.sampler.graders.restore(step)
         sync.weights.actor_finished(step)
         with self.phase("sync", step):
             sent = sync.run(step)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits, gap_limits
-from rlctl.loop.recovery import RankRecovery, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer, policy_for
+from rlctl.loop.recovery import FailureWarnings, RankRecovery, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer
 from rlctl.loop.residency import SLEEP_LEVEL, Residency, sleep_level
 from rlctl.loop.sync import PROBE_TOKENS, WeightSync, probe_tolerance
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
@@ -19,6 +19,7 @@ from rlctl.processes.calls import answers_of
 from rlctl.processes.group import Group
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
+from rlctl.processes.rank_states import RestartPolicy
 from rlctl.processes.role_configs import build_bodies
 from rlctl.recipes.rl import Rl
 from rlctl.recipes.rows_recipe import RowsRecipe
@@ -43,11 +44,10 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     sampling = sampling_of(spec)
     transport = plan_transport(sampling, spec_dir, run.path, plan) if sampling is not None else None
     way = transport.describe() if transport else {}
-    sections = {role: spec.role(role) for role in spec.roles}
     policies = {
-        role: policy_for(role, section, plan, groups, progress.warning)
-        for role, section in sections.items()
-        if isinstance(section, Restartable)
+        role: RestartPolicy(role, table.max_restarts, FailureWarnings(groups, progress.warning), table.min_processes)
+        for role in spec.roles
+        if isinstance(table := spec.role(role), Restartable)
     }
     for policy in policies.values():
         begin_with_fewer(groups, policy)

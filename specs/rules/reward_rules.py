@@ -68,9 +68,6 @@ def _section(spec: SamplingSpec) -> Iterator[Problem]:
         if getattr(section, name) != default:
             hint = f"write {show(default)}" if section.nodes > 1 else f"remove the key, or write {show(default)}"
             yield Problem(f"reward.{name}", why, hint)
-    if section.nodes == 1:
-        for name in sorted({"max_restarts", "min_processes"} & given):
-            yield no_effect(f"reward.{name}", "with reward.nodes = 1 no process is on another host")
     if all(term.graded_by != "processes" for term in section.terms):
         for name in ("workers", "timeout_s", *(() if spec.environments else ("nodes",))):  # environments are there too
             if name in given:

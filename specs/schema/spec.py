@@ -152,8 +152,7 @@ class RolloutSection(Restartable):
 
 class RewardSection(Restartable):
     """Grading of the completions, in isolated processes of each of its `nodes`, from the driver's host on. Its
-    `python`, `env` and `threads` hold for the role `data` too, which reads what `[data]` names. `max_restarts` and
-    `min_processes` are about those on other hosts."""
+    `python`, `env` and `threads` hold for the role `data` too, which reads what `[data]` names."""
 
     terms: tuple[RewardTermTable, ...] = Field((EnvironmentReward(kind="environment"),), min_length=1)
     """Terms of the weighted sum. Needed where no environment gives a reward of its own."""

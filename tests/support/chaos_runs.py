@@ -98,7 +98,7 @@ class Fault:
 
     @property
     def is_restart(self) -> bool:
-        return self.victim.startswith("rollout") and self.phase != "build"
+        return self.victim.startswith(("rollout", "reward")) and self.phase != "build"
 
 
 @dataclass

@@ -40,7 +40,7 @@ def crash(number, how, victim):
         while not (HERE / "journal").exists():
             time.sleep(0.01)
         return
-    pid = int((HERE / f"pid{victim}").read_text())
+    pid = int((HERE / f"pid_{victim}").read_text())
     os.kill(pid, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
     while moves(pid):
         time.sleep(0.01)
@@ -60,16 +60,18 @@ def graded():
 
 def wrap(owner, name):
     inner = getattr(owner, name)
-    what = "generate" if owner.__name__ == "Completions" else name  # made once in each call of the verb
+    of_verb = "generate" if owner.__name__ == "Completions" else name  # made once in each call of the verb
 
     def method(*args, **named):
+        what = f"score {args[1].body.what}" if (ROLE, name) == ("reward", "score") else of_verb
         CALLS[what] = CALLS.get(what, 0) + 1
         due = []
         for number, one in enumerate(CRASHES):
             mine = one["role"] == ROLE and one["method"] == what and one.get("rank", 0) == RANK
             if mine and CALLS[what] >= one["call"] and happened(number) < one.get("times", 1):
                 if "after" not in one or happened(one["after"]):
-                    due.append((number, one.get("how", "kill"), one.get("victim", RANK), one.get("parts", 0)))
+                    victim = one.get("victim", f"{ROLE} {RANK}")
+                    due.append((number, one.get("how", "kill"), victim, one.get("parts", 0)))
         if what == "generate":
             self, prompts, sampling, emit = args
             with (HERE / "journal").open("a") as journal:
@@ -109,8 +111,8 @@ def tell_what_is_graded(reward):
     reward.score = score
 
 
-if ROLE == "rollout":
-    (HERE / f"pid{RANK}").write_text(str(os.getpid()))
+if ROLE in ("rollout", "reward"):
+    (HERE / f"pid_{ROLE} {RANK}").write_text(str(os.getpid()))
 if ROLE == "reward":
     tell_what_is_graded(import_module("workers.roles.reward").Reward)
 for module, name, methods in json.loads((HERE / "engines.json").read_text()).get(ROLE, ()):
@@ -122,7 +124,8 @@ ROLLOUT_METHODS = ["build", "built", "import_weight", "finish_import", "score", 
 GENERATE = ["backends.completions", "Completions", ["__init__"]]
 FAKE = {
     "rollout": [["backends.fake.fake_rollout", "FakeRolloutEngine", ROLLOUT_METHODS], GENERATE],
-    "actor": [["backends.fake.fake_train", "FakeTrainEngine", ["forward_backward"]]],
+    "actor": [["backends.fake.fake_train", "FakeTrainEngine", ["forward_backward", "save"]]],
+    "reward": [["workers.roles.reward", "Reward", ["score"]], ["workers.grading.pool", "GraderPool", ["wait_ready"]]],
 }
 TORCH = {
     "rollout": [["backends.torch_rollout.engine", "TorchRolloutEngine", ROLLOUT_METHODS], GENERATE],
@@ -137,8 +140,8 @@ def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any]
 
     A crash: `role`, `rank` and `method` of the engine in whose call number `call` (of its process; or a later one) it
     happens, `parts` sent and being graded before, `times`, `how` ("kill", "stop", "sleep", "died", "other model",
-    "late": it goes on when another rank has been asked to generate), `victim` (a rollout rank, when it is not this
-    rank), `after` (the number of another crash that must have happened).
+    "late": it goes on when another rank has been asked to generate), `victim` (role and rank of a rollout or reward,
+    when it is not this rank), `after` (the number of another crash that must have happened).
     """
     folder.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(warm.PATCHES + CODE)

@@ -64,18 +64,18 @@ def waiting(rank: Rank) -> Mapping[Verb, Handler]:
 
 
 def graders(rank: Rank) -> Mapping[Verb, Handler]:
-    """They give each sample its id for a score, and note in PROBE_FOLDER whose parts these were. The second ends at
-    its second part; the others wait at theirs until it has. The third waits at its first for the gate."""
-    folder, seen = Path(os.environ["PROBE_FOLDER"]), []
+    """They give each sample its id for a score, and note in PROBE_FOLDER whose parts these were. The one of PROBE_LOST
+    ends at its second part; the others wait at theirs until it has. The third waits at its first for the gate."""
+    folder, lost, seen = Path(os.environ["PROBE_FOLDER"]), int(os.environ["PROBE_LOST"]), []
 
     def score(message: Message, emit: Emit) -> Reply:
         seen.append(message)
         id_B = message.tensors["id_B"]
-        if rank.rank == 1 and len(seen) > 1 and not (folder / "died").exists():
+        if rank.rank == lost and len(seen) > 1 and not (folder / "died").exists():
             (folder / "died").write_text(str(id_B[0]))
             os.kill(os.getpid(), signal.SIGKILL)
         wanted = [folder / "gate"] if rank.rank == 2 else []
-        if rank.rank != 1 and len(seen) > 1:
+        if rank.rank != lost and len(seen) > 1:
             wanted.append(folder / "died")
         while not all(file.exists() for file in wanted):
             time.sleep(0.02)

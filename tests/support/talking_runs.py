@@ -54,7 +54,7 @@ class Talk:
         self.turns += 1
         if self.number == 2 and self.turns == 2 and due("lost in between"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.turns == 2 and due("kill a sampler"):
+        if self.turns == 2 and due("kill a rank"):
             kill(PLAN["log"])
         reward = PLAN.get("reward", sum(each.isdigit() for each in text))
         return "m" * (1 + self.number + self.turns), reward, self.turns == 3, False, {}
@@ -132,7 +132,7 @@ TORCH = settings(
     "actor.optimizer.lr=1e-3",
 )
 # What depends on clocks and on which process did the work.
-_MEASURED = ("time/", "perf/", "mem/", "sync/", "rollout/overlap_s", "rollout/restarts")
+_MEASURED = ("time/", "perf/", "mem/", "sync/", "rollout/overlap_s", "rollout/restarts", "reward/restarts")
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]] = (), nap_s: float = 0.02, **plan: Any) -> Path:

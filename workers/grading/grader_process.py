@@ -22,7 +22,7 @@ KILL_WAIT_S = 10.0
 TICK_S = 0.1  # how often a dead process whose pipe is still open is looked for
 READ_BYTES = 1 << 16
 _MARK = "RLCTL_GRADER"
-_KEPT = ("RLCTL_RUN_ID", "RLCTL_CHECK")  # by which what reward code started is found when a run, or a check, ends
+_KEPT = ("RLCTL_RUN_ID", "RLCTL_PROCESS", "RLCTL_CHECK")  # by which is found what reward code has started
 
 
 class GraderEnded(Exception):

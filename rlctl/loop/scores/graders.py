@@ -15,6 +15,7 @@ from specs.wire.messages import Message, Verb
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from rlctl.loop.recovery import SteadyGrading
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
 
@@ -26,31 +27,43 @@ class Grading:
     request: bodies.Score
     columns: Mapping[str, NDArray[Any]]
     step: int
-    group: Group
+    graders: Graders
     answer: Message | None = None
 
     def result(self) -> Message:
         """Wait for their scores. Raises RoleFailure when a rank fails that the run cannot continue without."""
         while self.answer is None:
-            self.group.tick()
+            self.graders.wait(self.step)
         return self.answer
 
 
 class Graders:
     """The ranks of the reward role. Each is at `at_once` parts at a time, and gets the next when it has answered."""
 
-    def __init__(self, group: Group, at_once: int = 1) -> None:
-        self.group, self._at_once = group, at_once
+    def __init__(self, group: Group, at_once: int = 1, steady: SteadyGrading | None = None) -> None:
+        """`steady` restores failed ranks; None: nothing does."""
+        self.group, self._at_once, self._steady = group, at_once, steady
         self._waiting: deque[Grading] = deque()
         self._at_work: Counter[int] = Counter()  # parts, by rank
         self._last: list[int] = []  # ranks, those first that got their last part first
 
     def grade(self, request: bodies.Score, columns: Mapping[str, NDArray[Any]], step: int) -> Grading:
         """Have these samples graded; returns at once."""
-        grading = Grading(request, columns, step, self.group)
+        grading = Grading(request, columns, step, self)
         self._waiting.append(grading)
         self.hand_out()
         return grading
+
+    def restore(self, step: int) -> None:
+        """Let failed ranks grade again, and those that have come late."""
+        if self._steady is not None and self._steady.restore(step):
+            self.hand_out()
+
+    def wait(self, step: int) -> None:
+        """Wait a moment. Where no rank can be called, those that failed are restored at once."""
+        if not self.group.ready:
+            self.restore(step)
+        self.group.tick()
 
     def hand_out(self) -> None:
         """Give what is waiting to the ranks that have least to do, also to those that have just come. Who has had

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlctl.loop.episodes import EpisodeGeneration, TurnRelay
-from rlctl.loop.sampling import PromptBatch
+from rlctl.loop.sampling import PromptBatch, SampledPart
 from specs.wire.batch import Batch
 from specs.wire.bodies import Row
 from specs.wire.messages import Kind, Message, Verb
@@ -192,7 +192,7 @@ def test_turns_wait_for_a_replica_where_there_is_none(in_order: bool) -> None:
 
 def sampler_of(rollout: Ranks, reward: Ranks, *, in_order: bool) -> SimpleNamespace:
     spec = SimpleNamespace(rollout=SimpleNamespace(in_order=in_order), environments=[SimpleNamespace(processes=64)])
-    kept = {"episodes": deque(), "prefix_counts": {"train": Counter()}, "forgotten": defaultdict(list)}
+    kept = {"episodes": deque(), "unbegun": [], "prefix_counts": {"train": Counter()}, "forgotten": defaultdict(list)}
     return SimpleNamespace(spec=spec, rollout=rollout, reward=reward, **kept)
 
 
@@ -230,3 +230,34 @@ def test_the_others_do_not_wait_for_the_episodes_of_a_lost_rank() -> None:
     for call, _ in begun[1]:
         call.end(lost=True)
     assert [call.batch["id_B"].tolist() for call in rollout.posted] == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_episodes_begin_when_there_is_a_rank_again(in_order: bool) -> None:
+    """The only rank of the reward role is lost with a batch, and another batch follows it."""
+    reward, played = Ranks(1), list[int]()
+    sampler = sampler_of(Ranks(1), reward, in_order=in_order)
+    generations = [generation_of(sampler, [0, 1, 2, 3]), generation_of(sampler, [4, 5, 6, 7])]
+
+    def wait(step: int) -> None:
+        """Restore the rank; then it plays what it has."""
+        reward.lost.clear()
+        calls, reward.posted = reward.posted, []
+        for call in calls:
+            numbers = call.batch["rollout_B"].tolist()
+            played.extend(numbers)
+            generations[numbers[0] // 4]._parts.append(SampledPart(call.batch, grading=None))  # type: ignore[arg-type]
+            call.on_part(Message(Kind.PART, {"kind": "turns", "rank": 0, "ended": numbers}))
+            call.end()
+
+    sampler.graders = SimpleNamespace(wait=wait)
+    for one in generations:
+        one.start()
+    reward.lost.add(0)
+    calls, reward.posted = reward.posted, []
+    for call in calls:
+        call.end(lost=True)
+    for one in generations:
+        one.wait()
+    assert sorted(played) == [*range(8)], "each once"
+    assert not sampler.episodes

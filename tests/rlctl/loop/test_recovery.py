@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import crashing
+import psutil
 import pytest
 from running import finish, metrics, preset, settings, trajectory, wait_for, warm_rlctl, workers_of
 
@@ -15,7 +16,7 @@ TWO = settings("run.steps=6", "rollout.processes=2")
 # One after the other: while it writes, after a part has left; while others learn; in a sync; by its engine's word.
 CRASHES = [
     {"role": "rollout", "rank": 1, "method": "generate", "call": 2, "parts": 1},
-    {"role": "actor", "method": "forward_backward", "call": 3, "victim": 0},
+    {"role": "actor", "method": "forward_backward", "call": 3, "victim": "rollout 0"},
     {"role": "rollout", "rank": 1, "method": "import_weight", "call": 4, "after": 0},
     {"role": "rollout", "rank": 0, "method": "generate", "call": 2, "how": "died", "after": 1},
 ]
@@ -24,6 +25,25 @@ AS_THEY_TAKE_TURNS = [
     {"role": "rollout", "rank": 1, "method": "sleep", "call": 3, "how": "stop", "after": 4},
     {"role": "rollout", "rank": 0, "method": "generate", "call": 1, "how": "sleep", "after": 5},  # heartbeats go on
 ]
+# The only process that grades: as it begins, as it is built again, while others learn and save, and in an evaluation.
+OF_THE_GRADER = [
+    {"role": "reward", "method": "score train", "call": 2},
+    {"role": "reward", "method": "wait_ready", "call": 1, "after": 0},
+    {"role": "actor", "method": "forward_backward", "call": 1, "victim": "reward 0", "after": 1},
+    {"role": "actor", "method": "save", "call": 1, "victim": "reward 0", "after": 2},
+    {"role": "reward", "method": "score eval", "call": 1, "after": 3},
+]
+# It starts a process of its own, and kills the process that asked for the score.
+DEADLY = """
+import os, signal, subprocess
+from pathlib import Path
+
+def score(completion, answer):
+    subprocess.Popen(["sleep", "1234"], start_new_session=True)
+    if Path(f"/proc/{os.getppid()}/comm").read_text().startswith("rlctl-reward"):
+        os.kill(os.getppid(), signal.SIGKILL)
+    return 0.0
+"""
 STALL = settings("run.stall_timeout_s=8", "reward.timeout_s=7")
 TAKING_TURNS = (*settings('run.colocate="always"', "run.heartbeat_timeout_s=6"), *STALL)
 
@@ -69,6 +89,35 @@ def test_crashes_change_nothing(plain: Path, tmp_path: Path) -> None:
     assert restarts == len(crashes)
     what_was_sent_stands(crashing.journal(plot))
     nothing_left(run)
+
+
+def test_losses_of_the_only_grader_change_nothing(tmp_path: Path) -> None:
+    plot, run, losses = tmp_path / "plot", tmp_path / "run", len(OF_THE_GRADER)
+    common = ["train", preset("fake", tmp_path), *TWO, *settings("eval.every=2", "eval.prompts=4")]
+    finish(*common, "--run-dir", tmp_path / "plain")
+    options = [*crashing.install(plot, OF_THE_GRADER), *settings(f"reward.max_restarts={losses}")]
+    done = finish(*common, "--run-dir", run, *options)
+    assert crashing.happened(plot) == [1] * losses
+    assert trajectory(run) == trajectory(tmp_path / "plain")
+    assert (run / "eval.jsonl").read_text() == (tmp_path / "plain" / "eval.jsonl").read_text()
+    assert metrics(run)[-1]["reward/restarts"] == losses
+    said = [line for line in done.stdout.splitlines() if "reward rank 0 failed: " in line]
+    assert len(said) == losses, done.stdout
+    assert all(f"restart {i} of at most {losses}, reward.max_restarts" in line for i, line in enumerate(said, 1))
+    nothing_left(run)
+
+
+def test_a_reward_that_kills_its_process_each_time_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    options = settings('reward.terms=[{kind="function", path="deadly.py:score"}]')
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", tmp_path / "run", *options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = " ".join(done.stderr.split())
+    assert "reward rank 0, verb score" in said
+    assert "its process was ended by SIGKILL (reward ranks were started again 3 times before" in said
+    assert "reward.max_restarts = 3)" in said
+    nothing_left(tmp_path / "run")
+    assert not any(process.info["cmdline"] == ["sleep", "1234"] for process in psutil.process_iter(["cmdline"]))
 
 
 def what_was_sent_stands(calls: list[dict]) -> None:

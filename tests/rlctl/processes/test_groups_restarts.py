@@ -91,7 +91,7 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
     limits = {"verb_timeout_s": 60.0, "on_tick": on_tick}
     with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
         rollout, weights = groups["rollout"], None  # which it does not come to
-        policy = RestartPolicy("rollout", 1, FailureWarnings(groups, {}, str))
+        policy = RestartPolicy("rollout", 1, FailureWarnings(groups, str))
         slow = {"sleep_s": 1.0}  # else it may be there before the driver looks for a Ctrl-C
         recovery = RankRecovery(groups, policy, body=slow, built=[], start_timeout_s=60)
         recovery.begin()
@@ -170,8 +170,8 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path, "PROBE_GATE": str(gate)})
     with probe_groups(tmp_path, role_plan("actor", 1), plan, factory="gated", start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
-        on_failure = FailureWarnings(groups, {2: "node-3"}, warnings.append)
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1))
+        groups.membership.host_of = lambda role, rank: {2: "node-3"}.get(rank, "")
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, FailureWarnings(groups, warnings.append), least=1))
 
         def hurry() -> None:
             """The deadline passes as soon as the others are there, and the third waits."""
@@ -218,8 +218,7 @@ def test_a_host_that_comes_late_is_checked_and_its_rank_joins(tmp_path: Path) ->
     plan = replace(plan, nodes=3, remote=tuple(remote))
     with probe_groups(tmp_path, plan, cluster=hosts, start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
-        on_failure = FailureWarnings(groups, {1: "node-2", 2: "node-3"}, warnings.append)
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, on_failure, least=1))
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, FailureWarnings(groups, warnings.append), least=1))
         groups.start()
         assert (ranks.late("rollout"), rollout.here) == ([1, 2], [0])
         assert "rollout rank 1 on node-2 is not there: no room. The run continues with 2 of 3" in warnings[0]

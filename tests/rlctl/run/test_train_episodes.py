@@ -59,14 +59,16 @@ def test_a_resume_in_the_middle_changes_nothing(tmp_path: Path) -> None:
     assert spoken(halves) == spoken(whole)
 
 
-def test_a_sampler_that_is_killed_changes_nothing(whole: Path, tmp_path: Path) -> None:
-    """One of two, by SIGKILL, while an episode is in its second turn; few episodes are open at once."""
+@pytest.mark.parametrize(("role", "rank"), [("rollout", 1), ("reward", 0)])
+def test_a_rank_that_is_killed_changes_nothing(role: str, rank: int, whole: Path, tmp_path: Path) -> None:
+    """One of two samplers, or the only one that runs episodes, by SIGKILL, while an episode is in its second turn; few
+    episodes are open at once."""
     run = tmp_path / "run"
-    log = run / "logs" / "attempt_1" / "rollout" / "rank1.log"
-    spec = write(tmp_path, log=str(log), **{"kill a sampler": True})
-    out = train(spec, run, *settings("rollout.processes=2", "rollout.max_restarts=1"))
-    assert "rollout rank 1 failed: its process was ended by SIGKILL" in out.replace("\n", " ")
-    assert [line["rollout/restarts"] for line in trained(run)][-1] == 1
+    log = run / "logs" / "attempt_1" / role / f"rank{rank}.log"
+    spec = write(tmp_path, log=str(log), **{"kill a rank": True})
+    out = train(spec, run, *settings("rollout.processes=2", f"{role}.max_restarts=1"))
+    assert f"{role} rank {rank} failed: its process was ended by SIGKILL" in out.replace("\n", " ")
+    assert [line[f"{role}/restarts"] for line in trained(run)][-1] == 1
     assert counted(run) == counted(whole)
     assert spoken(run) == spoken(whole)
 
