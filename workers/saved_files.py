@@ -6,6 +6,7 @@ checksum computed there would cover what arrived, not what was written.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,12 +19,8 @@ FileMark = dict[str, int | str]  # {"bytes": size, "xxh3": xxh3-64 of the conten
 
 def mark(path: Path) -> FileMark:
     """Return size and checksum of a file."""
-    digest, size = xxhash.xxh3_64(), 0
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-    return {"bytes": size, "xxh3": digest.hexdigest()}
+        return {"xxh3": hashlib.file_digest(file, xxhash.xxh3_64).hexdigest(), "bytes": file.tell()}
 
 
 def settle(folder: Path, written: Iterable[Path]) -> dict[str, FileMark]:

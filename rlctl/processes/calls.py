@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,34 +23,27 @@ Bodies = Body | Sequence[Body] | None
 Blobs = Tensors | Sequence[Tensors] | None
 
 
+@dataclass(eq=False)
 class Call:
     """Handle of a posted verb. `result` waits; while it does, every rank of every role is watched."""
 
-    def __init__(
-        self,
-        verb: Verb,
-        number: int,
-        frames: list[list[Buffer]],
-        step: int | None,
-        timeout_s: float,
-        ranks: Sequence[int],
-        tick: Callable[[], None],
-        on_part: Callable[[Message], None] | None = None,
-        on_done: Callable[[Call], None] | None = None,
-        alone: bool = True,
-    ) -> None:
-        """`alone`: its ranks serve nothing else meanwhile."""
-        self.on_done, self.alone = on_done, alone
-        self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
-        self.frames = frames  # as `ranks`; let go of once sent
-        self.ranks = tuple(ranks)
-        self.answers: dict[int, Message] = {}
-        self.failed: set[int] = set()  # ranks that will not answer (rlctl/processes/rank_states.py)
+    verb: Verb
+    number: int
+    frames: list[list[Buffer]]  # as `ranks`; let go of once sent
+    step: int | None
+    timeout_s: float
+    ranks: Sequence[int]
+    tick: Callable[[], None]
+    on_part: Callable[[Message], None] | None = None
+    on_done: Callable[[Call], None] | None = None
+    alone: bool = True  # its ranks serve nothing else meanwhile
+    answers: dict[int, Message] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)  # ranks that will not answer (rlctl/processes/rank_states.py)
+    released: bool = False  # its ranks know that they wait for one that has failed
+    _deadline: float | None = None
+
+    def __post_init__(self) -> None:
         self._missing = set(self.ranks)  # kept, not counted: with hundreds of ranks each answer would look at all
-        self.released = False  # its ranks know that they wait for one that has failed
-        self._deadline: float | None = None
-        self._on_part = on_part
-        self._tick = tick
 
     @property
     def done(self) -> bool:
@@ -77,7 +71,7 @@ class Call:
         """Return the answers by rank. Raise RoleFailure when a rank of any role fails meanwhile, and RanksFailed, when
         all others have answered, if one of its own failed that can be started again."""
         while self._missing:
-            self._tick()
+            self.tick()
         if self.failed:
             raise RanksFailed(self)
         return [self.answers[rank] for rank in self.ranks]
@@ -91,8 +85,8 @@ class Call:
     def receive(self, rank: int, message: Message) -> None:
         """Hand on a PART, keep an ANSWER."""
         if message.kind is Kind.PART:
-            assert self._on_part is not None, f"no handler for the parts of {self.verb}"
-            self._on_part(message)
+            assert self.on_part is not None, f"no handler for the parts of {self.verb}"
+            self.on_part(message)
         else:
             self.answers[rank] = message
             self._missing.discard(rank)

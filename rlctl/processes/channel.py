@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specs.errors import ChannelError
 from specs.wire.messages import Kind, Message, parse
@@ -73,20 +73,13 @@ class _Peer:
     reported: bool = False
 
 
-@dataclass(frozen=True)
-class _RunKeys:
+class _RunKeys(NamedTuple):
     """CURVE keys of a run: the driver's, and the one pair that all its ranks use."""
 
     driver_public: bytes
     driver_secret: bytes
     rank_public: bytes
     rank_secret: bytes
-
-    @classmethod
-    def make(cls) -> _RunKeys:
-        import zmq
-
-        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Admit a client by its public key; ZeroMQ's authenticator calls this in its own thread."""
@@ -113,7 +106,7 @@ class Hub:
         self._welcome = Message(Kind.WELCOME, {"beat_s": self._beat_s, "silence_s": silence_s})
         self._expected: dict[tuple[str, int], int] = {}  # role, rank → how often it was started again
         _allow_open_files(_OPEN_FILES)
-        self._keys = _RunKeys.make()
+        self._keys = _RunKeys(*zmq.curve_keypair(), *zmq.curve_keypair())
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()

@@ -66,14 +66,11 @@ class Blame:
     """Collects evidence until the root cause is known, or none better came in time."""
 
     def __init__(self) -> None:
-        self._evidence: list[Evidence] = []
-        self._until: dict[Severity, float] = {}  # when the first evidence of a weight is blamed if none better came
+        self._evidence: list[tuple[Evidence, float]] = []  # and when it is blamed if none better came
 
     def add(self, evidence: Evidence, grace_s: float = ROOT_CAUSE_GRACE_S) -> None:
         """Note evidence; without better one it is blamed after `grace_s`."""
-        until = time.monotonic() + grace_s
-        self._until[evidence.weight] = min(until, self._until.get(evidence.weight, until))
-        self._evidence.append(evidence)
+        self._evidence.append((evidence, time.monotonic() + grace_s))
 
     @property
     def pending(self) -> bool:
@@ -81,7 +78,7 @@ class Blame:
 
     def take_explained(self) -> list[Evidence]:
         """Return and forget the secondary failures of a sync: a rank that has failed explains them."""
-        explained = [evidence for evidence in self._evidence if evidence.in_sync]
+        explained = [evidence for evidence, _ in self._evidence if evidence.in_sync]
         self._keep(lambda evidence: not evidence.in_sync)
         return explained
 
@@ -93,16 +90,15 @@ class Blame:
         """Return the evidence to blame once that is settled. What concerned one verb only is then forgotten."""
         if not self._evidence:
             return None
-        first = min(self._evidence, key=lambda evidence: evidence.weight)
-        if first.weight > Severity.ROOT and time.monotonic() < self._until[first.weight]:
+        first, _ = min(self._evidence, key=lambda one: one[0].weight)
+        due = min(until for evidence, until in self._evidence if evidence.weight is first.weight)
+        if first.weight > Severity.ROOT and time.monotonic() < due:
             return None
         self._keep(lambda evidence: evidence.permanent)
         return first
 
     def _keep(self, stays: Callable[[Evidence], bool]) -> None:
-        self._evidence = [evidence for evidence in self._evidence if stays(evidence)]
-        left = {evidence.weight for evidence in self._evidence}
-        self._until = {weight: until for weight, until in self._until.items() if weight in left}
+        self._evidence = [(evidence, until) for evidence, until in self._evidence if stays(evidence)]
 
 
 def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool, joined_call: int = 0) -> Evidence:
@@ -126,7 +122,7 @@ def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool, joined_ca
 def from_end(started: Started, code: int) -> Evidence:
     """Return evidence of a process that ended: a rank, or a launcher, which may report the rank that failed first. A
     signal is a root cause, unless it is one that follows from others; an exit code perhaps not."""
-    role, rank = started.role, started.ranks[0]
+    role, rank, has_launcher = started.role, started.ranks[0], started.launcher != "python"
     if isinstance(started.process, RemoteProcess) and not started.process.has_reported:
         host, log_name = started.host or "the supervisor here", started.process.node.log_path.name
         message = f"the connection to {host} ended ({describe_exit(code)}): every {role} there has failed"
@@ -134,14 +130,14 @@ def from_end(started: Started, code: int) -> Evidence:
             message = f"{host} cannot take part: {problem.message} ({problem.hint})"
         lost = started.process.node.shell.lost and problem is None
         return Evidence(role, rank, Cause.ENDED, message, log_name=log_name, host_lost=lost)
-    if started.launcher and (reported := root_cause(started.log_path)):
+    if has_launcher and (reported := root_cause(started.log_path)):
         return _ended(role, *reported, Severity.ROOT)
     if started.is_part:
         message = f"its part on {started.host}: {describe_exit(code)}"
         return Evidence(role, rank, Cause.ENDED, message, Severity.ROOT, log_name=started.log_path.name)
-    is_root = code < 0 and (bool(started.launcher) or code not in _FOLLOW_UPS)
+    is_root = code < 0 and (has_launcher or code not in _FOLLOW_UPS)
     weight = Severity.ROOT if is_root else Severity.EXIT
-    if started.launcher:
+    if has_launcher:
         message = f"{started.launcher}: {describe_exit(code)}"
         return Evidence(role, rank, Cause.ENDED, message, weight, log_name=started.log_path.name)
     return _ended(role, rank, code, weight)

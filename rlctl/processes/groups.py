@@ -63,9 +63,6 @@ class Groups:
     def __getitem__(self, role: str) -> Group:
         return self._groups[role]
 
-    def __contains__(self, role: str) -> bool:
-        return role in self._groups
-
     def __enter__(self) -> Groups:
         return self
 
@@ -84,12 +81,11 @@ class Groups:
         """Return how far the verbs in flight are."""
         return self.watch.moving(self.failures.waiting())
 
-    def start(self, names: Sequence[str] | None = None) -> None:
-        """Launch roles (unset: all) and wait until every rank has joined. Raise RoleFailure, verb "start"."""
-        chosen = [plan for plan in self.plan.roles if names is None or plan.role in names]
-        for plan in chosen:
+    def start(self) -> None:
+        """Launch every role and wait until every rank has joined. Raise RoleFailure, verb "start"."""
+        for plan in self.plan.roles:
             self._let_be_late(self.membership.launch(plan))
-        self._wait_for([(plan.role, rank) for plan in chosen for rank in range(plan.processes)])
+        self._wait_for([(plan.role, rank) for plan in self.plan.roles for rank in range(plan.processes)])
 
     @contextmanager
     def restart(self, role: str) -> Iterator[list[int]]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,14 +43,14 @@ _REMOTE_KILL_S = 8.0  # for a host to report that a process of it was killed
 
 @dataclass(frozen=True)
 class Started:
-    """A process that the driver started, here or on another `host`: one rank, a `launcher` of several, or a part of a
-    rank that spans nodes, which does not end by itself."""
+    """A process that the driver started, here or on another `host`: one rank (`launcher` "python"), a launcher of
+    several, or a part of a rank that spans nodes, which does not end by itself."""
 
     role: str
     ranks: tuple[int, ...]
     process: subprocess.Popen[bytes] | RemoteProcess
     log_path: Path
-    launcher: str = ""  # torchrun, deepspeed, srun
+    launcher: str = "python"
     host: str = ""
     mark: str = ""  # in its environment and that of its children on its host
     is_part: bool = False
@@ -97,8 +97,7 @@ class Launcher:
             node = RemoteNode("", 0, 0, command, plan.env | meeting)
             self._start_remote(plan, node, tuple(range(plan.processes)), to_log, log_path)
             return
-        env = self._environment(plan) | group | to_log
-        self._spawn(plan.role, plan.ranks_of(0), command, env, log_path, launcher=plan.launcher)
+        self._spawn(plan, plan.ranks_of(0), command, group | to_log, log_path)
         for node in plan.remote:
             log_path = folder / f"launcher_{node.host}.log"
             self._start_remote(plan, node, plan.ranks_of(node.node_rank), to_log, log_path)
@@ -115,12 +114,11 @@ class Launcher:
         if (node := plan.remote_of(rank)) is not None:
             self._start_remote(plan, node, (rank,), place, log_path)
         else:
-            self._spawn(plan.role, (rank,), plan.command, self._environment(plan) | place, log_path)
+            self._spawn(plan, (rank,), plan.command, place, log_path)
         for node in plan.remotes_of(rank):
-            if part := node.node_rank % plan.nodes_of_rank:
-                place_of_part = place | {"RLCTL_SPAN_NODE": str(part)}
+            if part := plan.part_of(node):
                 log_path = log_path.with_name(f"rank{rank}_node{part}.log")
-                self._start_remote(plan, node, (rank,), place_of_part, log_path, is_part=True)
+                self._start_remote(plan, node, (rank,), place | {"RLCTL_SPAN_NODE": str(part)}, log_path)
 
     def _reserve_port(self) -> int:
         """Bind a port, so that the kernel gives it to no other process until `stop`. A store that sets SO_REUSEADDR, as
@@ -131,13 +129,13 @@ class Launcher:
         self._ports.append(held)
         return int(held.getsockname()[1])
 
-    def start_again(self, plan: RolePlan, rank: int, start: int, remark: str) -> None:
-        """Start one replica again, after `kill`. Its log continues below a line with the `remark`. `start`: which time
-        this is."""
+    def start_again(self, plan: RolePlan, rank: int, start: int) -> None:
+        """Start one replica again, after `kill`. Its log continues below a line that says so. `start`: which time this
+        is."""
         assert plan.launcher == "python", f"{plan.launcher} starts {plan.role} as a whole"
         assert plan.world_size_of_group == 1, f"ranks of {plan.role} need one another"
         with self.log_path(plan.role, rank).open("a", encoding="utf-8") as log_file:
-            log_file.write(f"\n── {remark} ──\n")
+            log_file.write(f"\n── {plan.role} rank {rank} is started again ──\n")
         self.start_rank(plan, rank, {"RLCTL_START": str(start)})
 
     def kill(self, role: str, rank: int, *, wait: bool = True) -> None:
@@ -151,7 +149,7 @@ class Launcher:
                 if not started.process.kill(_REMOTE_KILL_S if wait else 0.0):
                     started.process.node.shell.kill()
                 continue
-            left = _kill_all_of([started])
+            left = _kill_all(started.mark, started.process.pid)
             try:
                 started.process.wait(_KILL_TIMEOUT_S)  # it loses its environment, and with it the mark, before it ends
             except subprocess.TimeoutExpired:
@@ -160,14 +158,7 @@ class Launcher:
                 log.error("processes of %s rank %d that could not be ended: %s", role, rank, left)
 
     def _start_remote(
-        self,
-        plan: RolePlan,
-        node: RemoteNode,
-        ranks: tuple[int, ...],
-        env: Mapping[str, str],
-        log_path: Path,
-        *,
-        is_part: bool = False,
+        self, plan: RolePlan, node: RemoteNode, ranks: tuple[int, ...], env: Mapping[str, str], log_path: Path
     ) -> None:
         """Start a process through the supervisor of its role and host."""
         connection = self._nodes.get((plan.role, node.host))
@@ -176,11 +167,11 @@ class Launcher:
             if connection is not None:
                 connection.close()
             connection = self._nodes[plan.role, node.host] = self._connect(plan, node, is_new=is_new)
-        mark = self._new_mark()
-        process = RemoteProcess(connection, mark)
+        process = RemoteProcess(connection, self._new_mark())
         process.start(node.command, env, log_path)
-        launcher = "" if plan.launcher == "python" else plan.launcher
-        self.started.append(Started(plan.role, ranks, process, log_path, launcher, node.host, mark, is_part))
+        is_part = plan.part_of(node) > 0
+        started = Started(plan.role, ranks, process, log_path, plan.launcher, node.host, process.key, is_part)
+        self.started.append(started)
 
     def _connect(self, plan: RolePlan, node: RemoteNode, *, is_new: bool) -> NodeConnection:
         """Open a shell on a host, which reads what to run, secrets too, from its input. `is_new`: the host was not
@@ -206,14 +197,16 @@ class Launcher:
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything: SIGTERM to each process group, `grace_s` to obey, SIGKILL, then a search for stragglers."""
-        here = [one for one in self.started if not isinstance(one.process, RemoteProcess)]
+        here = {one.mark: one.process.pid for one in self.started if isinstance(one.process, subprocess.Popen)}
         shells = [node.shell for node in self._nodes.values()]
         for shell in shells:
             shell.hang_up()  # with its input a supervisor ends all that it started
-        _signal_groups(here, signal.SIGTERM)
-        _signal_groups(here, signal.SIGCONT)  # a stopped process obeys only once it runs again
+        for leader in here.values():
+            signal_group(leader, signal.SIGTERM)
+            signal_group(leader, signal.SIGCONT)  # a stopped process obeys only once it runs again
         _wait_for_all([*self._processes, *shells], grace_s)
-        _kill_all_of(here)
+        for mark, leader in here.items():
+            _kill_all(mark, leader)
         # A remote shell that is killed early cannot report that its host is clean.
         _wait_for_all([*self._processes, *shells], _REMOTE_GRACE_S)
         for shell in shells:
@@ -240,10 +233,6 @@ class Launcher:
     def _processes(self) -> list[subprocess.Popen[bytes] | RemoteProcess]:
         return [started.process for started in self.started]
 
-    def _environment(self, plan: RolePlan) -> dict[str, str]:
-        ours = self._ours(plan)
-        return base_environment() | plan.env | ours | {"RLCTL_PARENT_PID": str(os.getpid())}
-
     def _ours(self, plan: RolePlan) -> dict[str, str]:
         """Return what makes a process a rank of this run, on any host."""
         place = {"RLCTL_RUN_ID": self.run_id, "RLCTL_GROUP_SIZE": str(plan.world_size_of_group)}
@@ -251,21 +240,16 @@ class Launcher:
         return self._home | place | dumps | {"PYTHONPATH": path_for(plan.python, plan.env["PYTHONPATH"], self.log_dir)}
 
     def _spawn(
-        self,
-        role: str,
-        ranks: tuple[int, ...],
-        command: tuple[str, ...],
-        env: dict[str, str],
-        log_path: Path,
-        launcher: str = "",
+        self, plan: RolePlan, ranks: tuple[int, ...], command: tuple[str, ...], env: Mapping[str, str], log_path: Path
     ) -> None:
         """Start a process here, with its output in a log. Raise SpecError."""
         mark = self._new_mark()
+        ours = self._ours(plan) | {"RLCTL_PARENT_PID": str(os.getpid()), _OWN_MARK: mark}
         with log_path.open("ab") as output:
             try:
                 process = subprocess.Popen(
                     command,
-                    env=env | {_OWN_MARK: mark},
+                    env={**base_environment(), **plan.env, **ours, **env},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -273,8 +257,8 @@ class Launcher:
                 )
             except OSError as error:
                 why, hint = f"cannot be started: {error.strerror}", "name a program that exists, or leave the key out"
-                raise SpecError([Problem(f"{role}.python", why, hint, command[0])]) from None
-        self.started.append(Started(role, ranks, process, log_path, launcher, mark=mark))
+                raise SpecError([Problem(f"{plan.role}.python", why, hint, command[0])]) from None
+        self.started.append(Started(plan.role, ranks, process, log_path, plan.launcher, mark=mark))
 
     def _new_mark(self) -> str:
         self._spawned += 1
@@ -318,18 +302,10 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[bytes] | RemoteProcess | 
     return True
 
 
-def _signal_groups(those: Iterable[Started], number: signal.Signals) -> None:
-    for started in those:
-        if isinstance(started.process, subprocess.Popen):
-            signal_group(started.process.pid, number)
-
-
-def _kill_all_of(those: Iterable[Started]) -> list[int]:
-    """SIGKILL these and all that they started; return what would not end."""
-    left = []
-    for started in those:
-        left += kill_marked(f"{_OWN_MARK}={started.mark}", _KILL_TIMEOUT_S)
-        _signal_groups([started], signal.SIGKILL)  # where no mark can be read
+def _kill_all(mark: str, leader: int) -> list[int]:
+    """SIGKILL a process here and all that it started; return what would not end."""
+    left = kill_marked(f"{_OWN_MARK}={mark}", _KILL_TIMEOUT_S)
+    signal_group(leader, signal.SIGKILL)  # where no mark can be read
     return left
 
 

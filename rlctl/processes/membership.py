@@ -37,8 +37,7 @@ class Membership:
         """Start a failed rank again, in the place of what is left of it."""
         self.launcher.kill(role, rank)  # there is one where a restart was broken off
         self.members.pop((role, rank), None)
-        start = self.hub.forget(role, rank)
-        self.launcher.start_again(self.plan.role(role), rank, start, f"{role} rank {rank} is started again")
+        self.launcher.start_again(self.plan.role(role), rank, self.hub.forget(role, rank))
 
     def join(self, member: Member) -> None:
         """Note that a rank has introduced itself."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.processes.remote_check import MARK
 from rlctl.processes.shells import Shell
 from specs.errors import Problem
 from workers.node import PREFIX
@@ -62,14 +61,14 @@ class NodeConnection:
         self.shell.close()
 
     def _handle(self, line: str) -> None:
-        if line.startswith(MARK):
-            found = json.loads(line.removeprefix(MARK))
-            self.checked, self.problem = True, Problem(**found) if found else None
-        elif line.startswith(PREFIX):
+        if line.startswith(PREFIX):
             message = json.loads(line.removeprefix(PREFIX))
             self.ready = self.ready or "ready" in message
             if "ended" in message:
                 self.codes[message["ended"]] = int(message["code"])
+            if "problem" in message:
+                found, self.checked = message["problem"], True
+                self.problem = Problem(**found) if found else None
         elif line:
             with self.log_path.open("a", encoding="utf-8") as log_file:
                 log_file.write(line + "\n")

@@ -89,6 +89,10 @@ class RolePlan:
         """Return the ranks on this host, as far as rlctl places them: srun has all."""
         return tuple(rank for rank in range(self.processes) if self.remote_of(rank) is None)
 
+    def part_of(self, node: RemoteNode) -> int:
+        """Return which part of a rank a node holds; 0: the rank itself, or whole ones."""
+        return node.node_rank % self.nodes_of_rank
+
     def ranks_of(self, node: int) -> tuple[int, ...]:
         """Return the ranks on node `node` of the role, or the one that it holds a part of."""
         first = node // self.nodes_of_rank * self.on_each
@@ -101,7 +105,7 @@ class RolePlan:
 
     def remote_of(self, rank: int) -> RemoteNode | None:
         """Return the other host that a rank's process is planned on. None: this host, or one that srun picks."""
-        return next((remote for remote in self.remotes_of(rank) if remote.node_rank % self.nodes_of_rank == 0), None)
+        return next((remote for remote in self.remotes_of(rank) if not self.part_of(remote)), None)
 
     def host_of(self, rank: int) -> str:
         """Return the name of the other host that a rank is planned on; empty: this host, or one that srun picks."""

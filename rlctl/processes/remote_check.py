@@ -1,5 +1,6 @@
 """Check whether a host can do its part of a run. There `python -m rlctl.processes.remote_check QUESTIONS`, the JSON of
-a `Questions`, writes a line of JSON: the fields of a `Problem`, or null. The exit code is 1 where there is a problem.
+a `Questions`, writes a line as a supervisor does (`workers/node.py`), with the fields of a `Problem`, or null. The exit
+code is 1 where there is a problem.
 
 Standard library only: a role's interpreter there need not have what the command line needs.
 """
@@ -19,8 +20,8 @@ from pathlib import Path
 from rlctl import __version__
 from rlctl.models.hardware import gpu_count
 from specs.errors import Problem
+from workers.node import PREFIX
 
-MARK = "rlctl-probe: "
 _DIAL_TIMEOUT_S = 5.0
 _READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 
@@ -44,13 +45,13 @@ class Questions:
 
 
 def main(questions: Questions) -> int:
-    problem = problem_here(questions) or _no_way_to_driver(questions)
-    print(MARK + json.dumps(asdict(problem) if problem else None), flush=True)
+    problem = problem_here(questions)
+    print(PREFIX + json.dumps({"problem": asdict(problem) if problem else None}), flush=True)
     return int(problem is not None)
 
 
 def problem_here(questions: Questions) -> Problem | None:
-    """Return what keeps this host from its part, beside the way to the driver."""
+    """Return what keeps this host from its part; last the way to the driver."""
     host = questions.host
 
     def problem(message: str, hint: str) -> Problem:
@@ -81,6 +82,12 @@ def problem_here(questions: Questions) -> Problem | None:
     if (count := gpu_count()) is not None and questions.gpus > count:
         message = f"host {host} has {count} GPUs, and the spec names number {questions.gpus - 1}"
         return problem(message, "name GPUs that every node of the role has, or use other hosts")
+    for port in questions.ports:
+        try:
+            socket.create_connection((questions.address, port), timeout=_DIAL_TIMEOUT_S).close()
+        except OSError as error:
+            way = f"{questions.address}:{port}: {error.strerror or error}"
+            return problem(f"host {host} cannot reach this one at {way}", "open this host's ports to it")
     return None
 
 
@@ -95,17 +102,6 @@ def checksum_of(path: str) -> str:
     with suppress(OSError):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return ""
-
-
-def _no_way_to_driver(questions: Questions) -> Problem | None:
-    host, address = questions.host, questions.address
-    for port in questions.ports:
-        try:
-            socket.create_connection((address, port), timeout=_DIAL_TIMEOUT_S).close()
-        except OSError as error:
-            message = f"host {host} cannot reach this one at {address}:{port}: {error.strerror or error}"
-            return Problem("cluster", message, "open this host's ports to it", host)
-    return None
 
 
 if __name__ == "__main__":

@@ -100,20 +100,20 @@ class LocalShell:
                 hint = "run it inside a SLURM job" if command[0] == "srun" else ""
                 message = f"{command[0]} cannot be started: {error.strerror}"
                 raise SpecError([Problem("cluster.kind", message, hint)]) from None
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
 
     def write(self, text: str) -> None:
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
-            self._process.stdin.write(text.encode())
-            self._process.stdin.flush()
+            self._input.write(text.encode())
+            self._input.flush()
 
     def read(self) -> bytes:
-        assert self._process.stdout is not None
         found = b""
         with suppress(BlockingIOError, ValueError):
-            while more := os.read(self._process.stdout.fileno(), 65536):
+            while more := os.read(self._output.fileno(), 65536):
                 found += more
         return found
 
@@ -125,9 +125,8 @@ class LocalShell:
         return self._process.poll()
 
     def hang_up(self) -> None:
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._input.close()
 
     def kill(self) -> None:
         signal_group(self._process.pid, signal.SIGKILL)
@@ -135,5 +134,4 @@ class LocalShell:
 
     def close(self) -> None:
         self.hang_up()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._output.close()

@@ -51,7 +51,7 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
     }
     for policy in policies.values():
         begin_with_fewer(groups, policy)
-    groups.start(spec.roles)
+    groups.start()
     bodies = build_bodies(spec, spec_dir, run.path, today)
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
     devices = {role: spec.gpus(role) for role in spec.roles}

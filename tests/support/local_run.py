@@ -53,8 +53,8 @@ class LocalGroups(dict[str, LocalGroup]):
     def arrived(self, role: str) -> list[int]:
         return []
 
-    def start(self, roles: Sequence[str]) -> None:
-        for role in roles:
+    def start(self) -> None:
+        for role in self.spec.roles:
             module, _, name = (ROLES[role].worker or f"workers.roles.{role}:handlers").partition(":")
             handlers, size = getattr(import_module(module), name), self.spec.role(role).processes
             self[role] = LocalGroup(role, [handlers(Rank(rank, size)) for rank in range(size)])

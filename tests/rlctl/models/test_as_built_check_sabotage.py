@@ -77,9 +77,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
             *(f"{role}.threads=1" for role in MODULES),
         ],
     )
-    with Groups(sabotaged(make_plan(spec, folder), MODULES), folder / "logs") as groups:
+    plan = sabotaged(make_plan(spec, folder), MODULES)
+    with Groups(replace(plan, roles=tuple(plan.role(role) for role in MODULES)), folder / "logs") as groups:
         with warm.children():
-            groups.start(list(MODULES))
+            groups.start()
         yield Started(spec, folder, groups)
 
 

@@ -78,7 +78,7 @@ def test_what_keeps_a_host_from_its_part(
     (tmp_path / "README.md").write_text("no matter")
     assert sizes_in(str(tmp_path)) == {"config.json": 2}
     monkeypatch.setattr(remote_check, "gpu_count", lambda: 4)
-    found = problem_here(replace(PLAIN, **json.loads(json.dumps(changes).replace("{tmp}", str(tmp_path)))))
+    found = problem_here(replace(PLAIN, ports=(), **json.loads(json.dumps(changes).replace("{tmp}", str(tmp_path)))))
     assert (words.replace("{tmp}", str(tmp_path)) in str(found)) if words else found is None
 
 

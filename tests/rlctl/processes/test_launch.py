@@ -46,9 +46,9 @@ def test_one_replica_is_killed_with_its_runaway_child_and_started_again(tmp_path
         assert [started.ranks for started in launcher.started] == [(0,)]
         assert len(left_of(launcher)) == 2
         assert neighbour.poll() is None
-        launcher.start_again(plan, 1, 1, remark="once more")
+        launcher.start_again(plan, 1, 1)
         assert wait_until(lambda: tail(logs[1]).count("ready") == 2)
-        assert "── once more ──" in tail(logs[1])
+        assert "── actor rank 1 is started again ──" in tail(logs[1])
         assert launcher.started[1].ranks == (1,)
     finally:
         launcher.stop(grace_s=0.2)
