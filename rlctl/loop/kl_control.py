@@ -63,7 +63,7 @@ class KlController:
         """β · KL at each loss token, 0 elsewhere; None where the KL is not in the reward. Measures the KL where the
         loss does not: of a penalty, or by k1 the distance to a teacher."""
         penalty = self.algorithm.kl_in == "reward" and self.algorithm.kl_coef > 0
-        if not penalty and not self.algorithm.advantage.needs_teacher:
+        if not penalty and (self.algorithm.kl_coef > 0 or not self.algorithm.advantage.needs_teacher):
             return None
         mask_T = batch["loss_mask_T"] > 0
         estimator = self.algorithm.kl_estimator if penalty else "k1"

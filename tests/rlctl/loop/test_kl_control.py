@@ -81,6 +81,17 @@ def test_the_weight_by_hand() -> None:
     assert KlController(PRESETS["grpo"].model_validate({**keys, "kl_target": None})).coef == 0.5
 
 
+def test_a_teachers_distance_is_measured_where_the_loss_has_no_kl() -> None:
+    """By k1 its mean is 2/3, over the target; the KL of the loss is below it, and steers."""
+    keys = {"kind": "distill", "group_size": 1}
+    held = {**keys, "kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 400}
+    alone, beside = (KlController(PRESETS["distill"].model_validate(each)) for each in (keys, held))
+    assert (alone.penalty_T(two_rollouts()), beside.penalty_T(two_rollouts())) == (None, None)
+    assert alone.after_step({"actor/kl": 0.0}, 100) == {"actor/kl": pytest.approx(2 / 3)}
+    assert beside.after_step({"actor/kl": 0.05}, 100) == {"actor/kl_coef": 0.5}
+    assert beside.coef == pytest.approx(0.5 * 0.95)
+
+
 def test_the_weight_goes_through_a_checkpoint_to_the_bit() -> None:
     algorithm = PRESETS["grpo"].model_validate({**IN_REWARD, "kl_target": 0.1, "kl_horizon": 777})
     controller = KlController(algorithm)
