@@ -132,7 +132,6 @@ class WeightSync:
         self._announced: Sequence[bodies.WireWeight] = ()  # the weights of the last pass
         self._leftovers: Sequence[Mapping[str, str]] = ()
         self._hashing, self._sent_bytes = HashingSeconds(), 0
-        self._held: dict[int, str] = {}  # by replica: the pass that it said to hold, when last asked
 
     def run(self, step: int | None = None) -> SyncReport:
         """One verified sync, begun in the phase "sync". Raises SyncError (or RoleFailure) and leaves nothing
@@ -165,7 +164,6 @@ class WeightSync:
     def forget_readers(self) -> None:
         """A replica was started again: the next sync meets every replica as if for the first time."""
         self._readers = ()
-        self._held = {}
 
     def break_off(self, step: int | None) -> None:
         """After a `run` that lost a replica: both ends let go of it, and the next run begins with all of them again."""
@@ -184,11 +182,9 @@ class WeightSync:
             dtype=self.dtype,
             form=form,
             bucket_bytes=self.bucket_bytes,
-            readers=len(readers),
+            hosts=_by_host(answers),
             renew=readers != self._readers,
             held=[answer.holds for answer in answers],
-            hosts=_by_host(answers),
-            absent=self._held_by_absent(answers),
         )
         begun = bodies.Exporting.of(self.actor.call(Verb.EXPORT_BEGIN, export, step=step)[0])
         self._leftovers = begun.offer["leftovers"]
@@ -200,13 +196,6 @@ class WeightSync:
         self.rollout.call(Verb.IMPORT_BEGIN, expected, step=step, ranks=readers)
         self._readers = readers
         return begun
-
-    def _held_by_absent(self, answers: Sequence[bodies.WantedForm]) -> list[str]:
-        """Return what replicas hold that are left out of this pass, as each reported when it took part last."""
-        here = {answer.replica: answer.holds for answer in answers}
-        absent = [holds for replica, holds in self._held.items() if replica not in here and holds]
-        self._held |= here
-        return absent
 
     def _move(self, begun: bodies.Exporting, step: int | None) -> None:
         """Every weight, and every checksum compared."""

@@ -262,11 +262,9 @@ class ExportBegin(Body):
     dtype: DType
     form: WeightForm
     bucket_bytes: int
-    readers: int
+    hosts: list[list[int]]  # the readers by the host that each says it is on
     renew: bool  # some reader is new: nothing is known to it
-    held: list[str] = []  # what the readers hold of earlier passes, as each says (`WantedForm`)
-    hosts: list[list[int]] = []  # the readers by the host that each says it is on
-    absent: list[str] = []  # what those hold that are left out of this pass and may come back
+    held: list[str]  # what the readers hold of earlier passes, as each says (`WantedForm`)
 
 
 class Exporting(Answer):

@@ -15,14 +15,14 @@ import numpy as np
 
 from specs.errors import RlctlError
 from workers.transports import open_writer
-from workers.transports.base import Known
+from workers.transports.base import Readers
 
 
 def main() -> None:
     address, buckets, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     hosts = json.loads(sys.argv[4])
     writer = open_writer("group", {"address": address, "device": "cpu"})
-    offer = writer.begin([nbytes] * buckets, 2, sum(map(len, hosts)), renew=True, known=Known(hosts=hosts))
+    offer = writer.begin([nbytes] * buckets, 2, Readers(hosts))
     print(json.dumps(offer), flush=True)
     for bucket in range(buckets):
         sys.stdin.readline()

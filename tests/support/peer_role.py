@@ -10,6 +10,7 @@ from backends.protocol import Rank
 from specs.memory_parts import BLOCK_BYTES, BLOCKS
 from specs.wire.messages import Message, Verb
 from workers.serve import Emit, Handler, Reply
+from workers.transports.base import Readers
 from workers.transports.shm import ShmReader, ShmWriter
 
 NBYTES = 4 * BLOCKS * BLOCK_BYTES
@@ -40,7 +41,7 @@ def shm(rank: Rank) -> Mapping[Verb, Handler]:
     writer, reader = ShmWriter({}), ShmReader({}, rank.rank)
 
     def export_begin(message: Message, emit: Emit) -> Reply:
-        return writer.begin([], 1, 1, renew=True), {}
+        return writer.begin([], 1, Readers([[0]])), {}
 
     def export_bucket(message: Message, emit: Emit) -> Reply:
         for number, block_U in enumerate(writer.blocks(NBYTES)):

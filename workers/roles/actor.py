@@ -12,7 +12,7 @@ from specs.wire.role_config import TrainConfig
 from workers.roles import methods_of
 from workers.roles.learner import Learner
 from workers.serve import Emit, Handler, Reply, Request, typed
-from workers.transports.base import Known
+from workers.transports.base import Readers
 from workers.transports.ends import Exporter
 
 
@@ -41,8 +41,8 @@ class Actor(Learner):
         body = call.body
         if self._exporter is None:
             self._exporter = Exporter(self.engine, self.rank.rank, body.transport, body.options)
-        known = Known(held=body.held, absent=body.absent, hosts=body.hosts)
-        return self.exporter.begin(body.dtype, body.bucket_bytes, body.readers, body.renew, body.form, known), {}
+        readers = Readers(body.hosts, body.renew, body.held)
+        return self.exporter.begin(body.dtype, body.bucket_bytes, readers, body.form), {}
 
     def export_bucket(self, call: Request[bodies.ExportBucket], emit: Emit) -> Reply:
         return self.exporter.write(call.body.bucket), {}

@@ -22,28 +22,25 @@ Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, a
 
 
 @dataclass(frozen=True)
-class Known:
-    """Say what readers have of earlier passes, each by a name that the writer gave it (`Reader.holds`)."""
+class Readers:
+    """The readers of a pass."""
 
-    held: Sequence[str] = ()  # by the readers of this pass; "": nothing
-    absent: Sequence[str] = ()  # by readers that are left out of this pass and may come back
-    hosts: Sequence[Sequence[int]] = ()  # the readers of this pass by host, each host's in order; (): not known
-    alike: bool = False  # the weights are those of the last pass in name, dtype and shape
+    hosts: Sequence[Sequence[int]]  # their replicas by host, each host's in order
+    renew: bool = True  # some of them are new
+    held: Sequence[str] = ()  # the earlier pass that each could build on (`Reader.holds`), if any
 
-
-NOTHING_KNOWN = Known()
+    def __len__(self) -> int:
+        return sum(map(len, self.hosts))
 
 
 class Writer(ABC):
     """The end on the actor's rank 0."""
 
     @abstractmethod
-    def begin(
-        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
-    ) -> dict[str, Any]:
+    def begin(self, sizes: Sequence[int], windows: int, readers: Readers) -> dict[str, Any]:
         """Prepare a pass with buckets of at most `sizes` bytes; returns the offer, the JSON that readers begin
-        with. `renew`: some reader is new. `leftovers` in the offer lists {folder, prefix} of files that may stay behind
-        when processes are killed."""
+        with. `leftovers` in the offer lists {folder, prefix} of files that may stay behind when processes are killed.
+        """
 
     def rest(self) -> None:
         """Free memory and disk space until the next pass: all readers are done."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from backends.protocol import Buffer
 from backends.weights.device_memory import MappedWindows, SharedWindows
-from workers.transports.base import NOTHING_KNOWN, BucketReader, BucketWriter, Entry, Known
+from workers.transports.base import BucketReader, BucketWriter, Entry, Readers
 
 
 class CudaIpcWriter(BucketWriter):
@@ -20,9 +20,7 @@ class CudaIpcWriter(BucketWriter):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.windows: SharedWindows | None = None
 
-    def begin(
-        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
-    ) -> dict[str, Any]:
+    def begin(self, sizes: Sequence[int], windows: int, readers: Readers) -> dict[str, Any]:
         self.rest()
         self.windows = SharedWindows(max(sizes, default=0), windows)
         return {**self.windows.handles(), "leftovers": []}

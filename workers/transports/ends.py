@@ -24,13 +24,12 @@ from specs.wire.bodies import SentWeight, WireWeight
 from workers.transports import IN_BLOCKS, checksum_of, open_reader, open_writer
 from workers.transports.base import (
     ALIGNMENT,
-    NOTHING_KNOWN,
     BlockReader,
     BlockWriter,
     BucketReader,
     BucketWriter,
-    Known,
     Reader,
+    Readers,
     Writer,
 )
 
@@ -76,17 +75,8 @@ class Exporter:
         self.specs: Sequence[WeightSpec] = ()
         self.buckets: list[range] = []
 
-    def begin(
-        self,
-        dtype: DType,
-        bucket_bytes: int,
-        readers: int,
-        renew: bool,
-        form: WeightForm = "merged",
-        known: Known = NOTHING_KNOWN,
-    ) -> dict[str, Any]:
-        """Start a pass over all weights to `readers` replicas. `renew`: one of them is new and knows no specs.
-        Else `specs` is None where the weights are those of the last pass."""
+    def begin(self, dtype: DType, bucket_bytes: int, readers: Readers, form: WeightForm = "merged") -> dict[str, Any]:
+        """Start a pass over all weights. `specs` is None where they are those of the last pass and no reader is new."""
         before, self.specs = self.specs, self.engine.weight_specs(dtype, form)
         alike = self.specs == before
         everything = [range(len(self.specs))] if self.specs else []
@@ -97,11 +87,11 @@ class Exporter:
         sizes = [sum(_aligned(self.specs[i].nbytes) for i in bucket) for bucket in self.buckets]
         windows = min(WINDOWS, max(1, len(self.buckets)))
         return {
-            "specs": None if alike and not renew else [to_json(spec) for spec in self.specs],
+            "specs": None if alike and not readers.renew else [to_json(spec) for spec in self.specs],
             "buckets": len(self.buckets),
             "windows": windows,
             "in_blocks": self.in_blocks,
-            "offer": self.writer.begin(sizes, windows, readers, renew=renew, known=replace(known, alike=alike)),
+            "offer": self.writer.begin(sizes, windows, readers if alike else replace(readers, held=())),
         }
 
     def _room(self, bucket_bytes: int) -> int:

@@ -24,11 +24,10 @@ from specs.safetensors_header import CODES, Header, make_header, read_header
 from workers.transports.base import (
     ALIGNMENT,
     FOLDER_PREFIX,
-    NOTHING_KNOWN,
     BucketReader,
     BucketWriter,
     Entry,
-    Known,
+    Readers,
     filled_bytes,
 )
 
@@ -45,9 +44,7 @@ class FolderWriter(BucketWriter):
         self.files: dict[int, list[Path]] = {}  # by bucket
         self.buffer_U = np.zeros(0, dtype=np.uint8)
 
-    def begin(
-        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
-    ) -> dict[str, Any]:
+    def begin(self, sizes: Sequence[int], windows: int, readers: Readers) -> dict[str, Any]:
         self.rest()
         self.passes, self.windows, window_bytes = self.passes + 1, windows, max(sizes, default=0)
         if len(self.buffer_U) < window_bytes:

@@ -17,7 +17,7 @@ from backends.protocol import Buffer
 from backends.weights.joined_group import GroupMeeting, JoinedGroup, host_meeting
 from backends.weights.lost_peers import unless_lost, wait_for_thread
 from specs.errors import PeerGone, RlctlError
-from workers.transports.base import NOTHING_KNOWN, BucketReader, BucketWriter, Entry, Known
+from workers.transports.base import BucketReader, BucketWriter, Entry, Readers
 from workers.transports.host_readers import HostFollower, HostLeader
 
 
@@ -34,15 +34,12 @@ class GroupWriter(BucketWriter):
         self._windows = 0
         self._hosts: list[list[int]] = []  # rollouts by host, the leader first
 
-    def begin(
-        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
-    ) -> dict[str, Any]:
+    def begin(self, sizes: Sequence[int], windows: int, readers: Readers) -> dict[str, Any]:
         self._sizes, self._windows = list(sizes), windows
-        before, self._hosts = self._hosts, [list(host) for host in known.hosts]
-        if self.device != "cpu" or not known.hosts:
-            each = [replica for host in known.hosts for replica in host]  # not 0 … where one was dropped
-            self._hosts = [[replica] for replica in (each or range(readers))]
-        if renew or self.meeting is None or self._hosts != before:
+        before, self._hosts = self._hosts, [list(host) for host in readers.hosts]
+        if self.device != "cpu":
+            self._hosts = [[replica] for host in readers.hosts for replica in host]
+        if readers.renew or self.meeting is None or self._hosts != before:
             self.close()
             self.meeting = host_meeting(self.address, 1 + len(self._hosts))
             self._joining = threading.Thread(target=self._join, args=(self.meeting,), name="weights", daemon=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from specs.errors import SyncError
 from specs.memory_parts import BLOCK_BYTES, BLOCKS
 from workers.transports import unix_peer
-from workers.transports.base import ALIGNMENT, NOTHING_KNOWN, BlockReader, BlockWriter, Known
+from workers.transports.base import ALIGNMENT, BlockReader, BlockWriter, Readers
 from workers.transports.shm_segment import SharedSegment, folders
 from workers.transports.unix_peer import Reaching, UnixPeer
 
@@ -71,14 +71,12 @@ class ShmWriter(BlockWriter):
         self._expected = 0
         self._stream: _Stream | None = None  # of this pass, once all readers were met
 
-    def begin(
-        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
-    ) -> dict[str, Any]:
-        if renew or self.segment is None:
+    def begin(self, sizes: Sequence[int], windows: int, readers: Readers) -> dict[str, Any]:
+        if readers.renew or self.segment is None:
             self.close()
             self.segment = SharedSegment.create(BLOCKS * BLOCK_BYTES)
-            self._listener, self._meeting = _listen(readers)
-            self._expected = readers
+            self._listener, self._meeting = _listen(len(readers))
+            self._expected = len(readers)
         self._stream = None
         leftovers = [{"folder": str(self._meeting.parent), "prefix": self._meeting.name}]
         return {"meeting": str(self._meeting), "leftovers": leftovers}

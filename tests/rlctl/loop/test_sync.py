@@ -79,20 +79,25 @@ def spoiled(load, name):
     return with_other
 
 
-@pytest.mark.parametrize("kind", ["shm", "folder", "group"])
+@pytest.mark.parametrize("kind", ["shm", "folder", "folder in deltas", "group"])
 def test_replicas_keep_their_names_when_others_go_and_come(tmp_path, kind):
     """The first of three is dropped, and one that had not come before joins: the readers have gaps in their ranks, and
-    are met anew."""
+    are met anew. Nothing is kept for one that will not come back."""
     actor, rollouts, groups, vocab = build("fake", replicas=4)
     rollout = groups[1]
-    options = {"folder": {"folder": str(tmp_path)}, "group": {"device": "cpu", "address": "127.0.0.1"}}.get(kind, {})
-    sync = sync_of(groups, vocab, transport=Transport(kind, "", options))
+    options = {
+        "folder": {"folder": str(tmp_path)},
+        "folder in deltas": {"folder": str(tmp_path), "delta": True},
+        "group": {"device": "cpu", "address": "127.0.0.1"},
+    }
+    sync = sync_of(groups, vocab, transport=Transport(kind.partition(" ")[0], "", options.get(kind, {})))
     rollout.here = [0, 1, 2]
     sync.run()
     for here in ([1, 2], [1, 2, 3], [1, 3]):
         rollout.here = here
         sync.run()
         sync.run()
+        assert not os.listdir(tmp_path)
     name, engine = actor.engine.weight_specs("fp32")[0].name, rollouts[3].engine
     for how in ("import_in_blocks", "import_weight"):
         setattr(engine, how, spoiled(getattr(engine, how), name))

@@ -11,7 +11,7 @@ from backends.weights.checksum import checksum_bytes
 from specs.errors import PeerGone, SyncError
 from specs.wire.bodies import SentWeight
 from specs.wire.messages import Verb
-from workers.transports.base import BucketReader
+from workers.transports.base import BucketReader, Readers
 from workers.transports.ends import Exporter, Importer, to_json
 
 
@@ -109,7 +109,7 @@ def test_a_bucket_is_gathered_to_its_end_though_a_reader_is_gone(tmp_path, trans
     """The actor's other ranks are in it: a rank 0 that gave up in the middle would leave them there."""
     actor, _, groups, _ = build("fake")
     exporter = ReaderLost(actor.engine, transport, {"folder": str(tmp_path)})
-    exporter.begin("fp32", 1 << 30 if transport == "shm" else 4096, 1, True)
+    exporter.begin("fp32", 1 << 30 if transport == "shm" else 4096, Readers([[0]]))
     walked, stream = [], exporter.stream
     exporter.stream = (walked.append(weight.spec.name) or weight for weight in stream)
     with pytest.raises(PeerGone):

@@ -17,6 +17,7 @@ from backends.weights.checksum import checksum_bytes
 from specs.errors import PeerGone, PeerLate
 from specs.memory_parts import BLOCK_BYTES, BLOCKS
 from workers.transports import sweep
+from workers.transports.base import Readers
 from workers.transports.shm import ShmReader, ShmWriter
 from workers.transports.shm_segment import folders
 
@@ -67,7 +68,7 @@ def test_everything_reaches_every_reader_however_slow(writer):
     sizes = [1, BLOCK_BYTES, 0, BLOCK_BYTES + 1, RING_BYTES + BLOCK_BYTES, 7]
     readers = [ShmReader({}, 0), ShmReader({}, 1)]
     for again in (False, True):
-        offer = writer.begin(sizes, 2, 2, renew=not again)
+        offer = writer.begin(sizes, 2, Readers([[0, 1]], renew=not again))
         for reader in readers:
             reader.begin(offer)
         contents = [random_bytes(size, seed=size + again) for size in sizes]
@@ -88,7 +89,7 @@ def test_everything_reaches_every_reader_however_slow(writer):
 
 def test_no_block_is_written_again_before_every_reader_is_done(writer):
     fast, slow = ShmReader({}, 0), ShmReader({}, 1)
-    offer = writer.begin([], 2, 2, renew=True)
+    offer = writer.begin([], 2, Readers([[0, 1]]))
     fast.begin(offer)
     slow.begin(offer)
     content_U = random_bytes(RING_BYTES + BLOCK_BYTES)
@@ -114,7 +115,7 @@ def test_a_killed_reader_ends_the_pass_at_once_and_another_takes_its_place(write
     for _ in range(2):
         reader = ReaderProcess()
         try:
-            offer = writer.begin([], 2, 1, renew=True)
+            offer = writer.begin([], 2, Readers([[0]]))
             assert reader.ask({"begin": offer, "transport": "shm", "options": {}, "replica": 0}) == "ok"
             with ThreadPoolExecutor(1) as pool:
                 reading = pool.submit(reader.ask, {"blocks": len(content_U)})
@@ -130,7 +131,7 @@ def test_a_killed_reader_ends_the_pass_at_once_and_another_takes_its_place(write
 @pytest.mark.usefixtures("warm_children")
 def test_a_reader_that_dies_before_it_is_met_leaves_no_name(writer):
     reader = ReaderProcess()
-    offer = writer.begin([], 2, 1, renew=True)
+    offer = writer.begin([], 2, Readers([[0]]))
     assert reader.ask({"begin": offer, "transport": "shm", "options": {}, "replica": 0}) == "ok"
     assert len(names_left()) == 1
     reader.end()
@@ -140,7 +141,7 @@ def test_a_reader_that_dies_before_it_is_met_leaves_no_name(writer):
 
 def test_a_reader_hears_that_the_writer_gave_up(writer):
     reader = ShmReader({}, 0)
-    reader.begin(writer.begin([], 2, 1, renew=True))
+    reader.begin(writer.begin([], 2, Readers([[0]])))
     next(writer.blocks(1))
     writer.close()
     with pytest.raises(PeerGone, match="the actor left the transport"):
@@ -151,7 +152,7 @@ def test_a_reader_hears_that_the_writer_gave_up(writer):
 def test_standing_still_is_told_by_name(writer, monkeypatch):
     monkeypatch.setattr("workers.transports.unix_peer.PATIENCE_S", 0.1)
     reader = ShmReader({}, 0)
-    reader.begin(writer.begin([], 2, 1, renew=True))
+    reader.begin(writer.begin([], 2, Readers([[0]])))
     with pytest.raises(PeerLate, match=r"the actor has not touched the transport for 0\.1 s"):
         read(reader, 1)
     with pytest.raises(PeerLate, match="rollout 0 has not"):
@@ -171,12 +172,13 @@ A_PASS = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
 from specs.errors import SyncError
+from workers.transports.base import Readers
 from workers.transports.shm import ShmReader, ShmWriter
 if "without memfd" in sys.argv:
     del os.memfd_create
 try:
     writer, reader = ShmWriter({}), ShmReader({}, 0)
-    reader.begin(writer.begin([], 2, 1, renew=True))
+    reader.begin(writer.begin([], 2, Readers([[0]])))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(lambda: [block_U.tobytes() for block_U in reader.blocks(3)])
         for block_U in writer.blocks(3):

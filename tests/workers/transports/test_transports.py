@@ -22,6 +22,7 @@ from specs.errors import PeerGone, RlctlError, SyncError
 from specs.rounding import Tolerance
 from specs.wire.messages import Verb
 from workers.transports import open_writer, shm, sweep
+from workers.transports.base import Readers
 from workers.transports.shm_segment import SharedSegment, folders
 
 ROOT = Path(__file__).parents[3]
@@ -267,7 +268,7 @@ def test_a_killed_reader_leaves_nothing_and_another_takes_its_place(transport, w
     for _ in range(2):
         reader = ReaderProcess()
         try:
-            offer = writer.begin([4096, 4096], 2, 1, renew=True)
+            offer = writer.begin([4096, 4096], 2, Readers([[0]]))
             begin = {"begin": offer, "transport": transport.kind, "options": dict(transport.options), "replica": 0}
             assert reader.ask(begin) == "ok"
             writer.window(0)[: len(content_U)] = content_U

@@ -10,6 +10,7 @@ from reader_process import ReaderProcess
 
 from backends.weights.checksum import checksum_bytes
 from workers.transports import open_writer, sweep
+from workers.transports.base import Readers
 
 CASES = [
     pytest.param("group", "cpu", {"address": "127.0.0.1", "device": "cpu"}, {}, id="gloo"),
@@ -34,7 +35,7 @@ def test_buckets_reach_another_process_and_windows_are_used_again(kind, device, 
     writer, reader = open_writer(kind, options), ReaderProcess(env)
     try:
         for again in (False, True):
-            offer = writer.begin([NBYTES] * BUCKETS, WINDOWS, 1, renew=not again)
+            offer = writer.begin([NBYTES] * BUCKETS, WINDOWS, Readers([[0]], renew=not again))
             told = {"begin": offer, "transport": kind, "options": options, "replica": 0}
             assert reader.ask(told) == "ok"
             for bucket in range(BUCKETS):
