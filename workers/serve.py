@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from backends import activity
 from backends.peer_errors import cause_of
 from specs.errors import ChannelError, RlctlError
 from specs.wire.batch import Batch
-from specs.wire.bodies import REQUESTS, ErrorBody, Nothing, read
+from specs.wire.bodies import ErrorBody, Nothing, read
 from specs.wire.messages import UNCOUNTED_VERBS, Kind, Message, Verb
 
 Body = Mapping[str, Any]
@@ -70,16 +70,16 @@ class Working(dict[Verb, Handler]):
         self.work = work
 
 
-def typed(handlers: Mapping[Verb, TypedHandler], own: Mapping[Verb, type[BaseModel]] | None = None) -> Handlers:
-    """Return handlers that get a checked body. `own` names the body class for verbs that differ by role. A body
-    that is not of its class raises ChannelError before the handler is called."""
-    return {verb: _typed(handler, _shape(verb, (own or {}).get(verb))) for verb, handler in handlers.items()}
+def typed(handlers: Mapping[Verb, TypedHandler]) -> Handlers:
+    """Return handlers that get a checked body. One that is not of the class that a handler's `Request` names raises
+    ChannelError before it is called."""
+    return {verb: _typed(handler, body_of(handler)) for verb, handler in handlers.items()}
 
 
-def _shape(verb: Verb, own: type[BaseModel] | None) -> type[BaseModel]:
-    known = REQUESTS[verb]
-    assert own in known if own else len(known) == 1, f"{verb}: one of {[shape.__name__ for shape in known]}"
-    return own or known[0]
+def body_of(handler: TypedHandler) -> type[BaseModel]:
+    """Return the class of body that a handler takes, by the annotation of its first parameter."""
+    request, *_ = get_type_hints(handler).values()
+    return cast(type[BaseModel], get_args(request)[0])
 
 
 def _typed(handler: TypedHandler, shape: type[BaseModel]) -> Handler:

@@ -1,13 +1,12 @@
 """The body of every verb: a frozen class for the request, and one for the answer where the driver reads keys of it.
 
-`REQUESTS` is the one table of them. A request is checked when it arrives (`workers/serve.py`, `typed`): an unknown or
+A request is checked when it arrives (`workers/serve.py`, `typed`), by the class that its handler takes: an unknown or
 missing key, or a value of another type, is refused with an error that names the verb and the key. What a rank answers
 is checked when the driver reads it (`Body.of`). Tensors travel beside the body (`specs/wire/messages.py`, `COLUMNS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, SerializeAsAny, Strict, ValidationError
@@ -17,8 +16,8 @@ from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.algorithms.algorithm_tables import read_loss
 from specs.schema.role_section import DType
 from specs.schema.spec import TransportKind, WeightForm
-from specs.wire.messages import Message, Verb
-from specs.wire.role_config import DataConfig, RewardConfig, RolloutConfig, Sampling, TrainConfig
+from specs.wire.messages import Message
+from specs.wire.role_config import Sampling
 
 B = TypeVar("B", bound=BaseModel)
 Lax = Strict(False)  # a table of the spec checks itself; JSON has no enums
@@ -326,41 +325,6 @@ class ImportEnded(Answer):
 
 class Probe(Body):
     temperature: float
-
-
-# Verb → the classes of its request. Where it has several, roles differ, and each says which is its own.
-REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
-    Verb.BUILD: (TrainConfig, RolloutConfig, DataConfig, RewardConfig),
-    Verb.PING: (Nothing,),
-    Verb.CLOSE: (Nothing,),
-    Verb.OPEN_DATA: (Nothing,),
-    Verb.PROMPTS: (Prompts,),
-    Verb.ROWS: (DrawRows,),
-    Verb.SCORE: (Score,),
-    Verb.EPISODES: (Episodes,),
-    Verb.TURNS: (Nothing,),
-    Verb.GENERATE: (Generate,),
-    Verb.SLEEP: (Sleep,),
-    Verb.WAKE: (Wake,),
-    Verb.LOGPROBS: (Logprobs,),
-    Verb.VALUES: (Nothing,),
-    Verb.SCORES: (Nothing,),
-    Verb.UPDATE: (Update,),
-    Verb.EVALUATE: (Update,),
-    Verb.STEP: (Nothing,),
-    Verb.OFFLOAD: (Nothing,),
-    Verb.ONLOAD: (Nothing,),
-    Verb.SAVE: (Save,),
-    Verb.LOAD: (Load,),
-    Verb.EXPORT_BEGIN: (ExportBegin,),
-    Verb.EXPORT_BUCKET: (ExportBucket,),
-    Verb.EXPORT_END: (ExportEnd,),
-    Verb.IMPORT_FORM: (Nothing,),
-    Verb.IMPORT_BEGIN: (ImportBegin,),
-    Verb.IMPORT_BUCKET: (ImportBucket,),
-    Verb.IMPORT_END: (ImportEnd,),
-    Verb.PROBE: (Nothing, Probe),  # the actor knows its temperature since it was built
-}
 
 
 def read(shape: type[B], message: Message) -> B:

@@ -13,6 +13,7 @@ from train_helpers import QWEN2, build_engine, grpo, make_batch, scale_of, train
 from backends import memory
 from backends.protocol import Rank
 from specs.wire.messages import Kind, Message, Verb
+from workers.roles import handlers_of
 from workers.roles.trainer import Trainer
 
 MIB = 2**20
@@ -46,7 +47,7 @@ def test_offload_and_onload_are_measured(tmp_path) -> None:
     engine.forward_backward(batch, grpo(), scale_of(batch))
     engine.optim_step()
     gradients_GiB = engine.built().parameters * 4 / memory.GIB
-    handlers = trainer.handlers()
+    handlers = handlers_of(trainer)
 
     def ask(verb: Verb) -> tuple[float, float]:
         body, _ = handlers[verb](Message(Kind.CALL, verb=verb), lambda *_: None)

@@ -18,8 +18,10 @@ from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.role_section import Optimizer
 from specs.wire.messages import Verb
 from specs.wire.role_config import RolloutConfig
+from workers.roles import handlers_of
 from workers.roles.actor import Actor
 from workers.roles.rollout import Rollout
+from workers.serve import Working
 
 TINY = Path(__file__).parents[2] / "specs" / "builtin" / "tiny-digits"
 ENGINES = {
@@ -38,7 +40,8 @@ def build(kind, replicas=1, dtype="fp32"):
     )  # fmt: skip
     model = model_config(TINY, seed=2, dtype=dtype, max_sequence_tokens=24)
     sampler = RolloutConfig(model=model, engine=sample, max_prompt_tokens=12, max_response_tokens=12, stop=())
-    groups = LocalGroup("actor", [actor.handlers()]), LocalGroup("rollout", [r.handlers() for r in rollouts])
+    samplers = LocalGroup("rollout", [Working(handlers_of(rollout), rollout) for rollout in rollouts])
+    groups = LocalGroup("actor", [handlers_of(actor)]), samplers
     vocab = groups[0].call(Verb.BUILD, config.model_dump(mode="json"))[0].body["model"]["vocab_size"]
     groups[1].call(Verb.BUILD, sampler.model_dump(mode="json"))
     return actor, rollouts, groups, vocab

@@ -6,7 +6,6 @@ It holds a model of its own beside the actor's, with an optimizer, and saves wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field
@@ -17,10 +16,11 @@ from specs.schema.engines.fake_tables import FakeTrainTable
 from specs.schema.recipes import RlSpec
 from specs.schema.role_section import ModelRole, Optimizer
 from specs.schema.roles import Role
-from specs.wire.messages import Message, Verb
+from specs.wire import bodies
+from workers.roles import handlers_of
 from workers.roles.trainer import Trainer
 from workers.saved_files import settle
-from workers.serve import Emit, Handler, Reply
+from workers.serve import Emit, Handlers, Reply, Request
 
 ROW = Role(
     "coach",
@@ -50,18 +50,15 @@ class SpecWithCoach(RlSpec):
 class Coach(Trainer):
     """A rank of the coach."""
 
-    def save(self, message: Message, emit: Emit) -> Reply:
-        folder = Path(message.body["folder"])
+    def save(self, call: Request[bodies.Save], emit: Emit) -> Reply:
+        folder = Path(call.body.folder)
         return {"files": settle(folder, [*self.engine.save(folder)])}, {}
 
-    def load(self, message: Message, emit: Emit) -> Reply:
-        self.engine.load(Path(message.body["folder"]))
-        print(f"loaded {message.body['folder']}")
+    def load(self, call: Request[bodies.Load], emit: Emit) -> Reply:
+        self.engine.load(Path(call.body.folder))
+        print(f"loaded {call.body.folder}")
         return {}, {}
 
-    def handlers(self) -> Mapping[Verb, Handler]:
-        return {**super().handlers(), Verb.SAVE: self.save, Verb.LOAD: self.load}
 
-
-def handlers(rank: Rank) -> Mapping[Verb, Handler]:
-    return Coach(rank).handlers()
+def handlers(rank: Rank) -> Handlers:
+    return handlers_of(Coach(rank))

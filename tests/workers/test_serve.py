@@ -17,7 +17,8 @@ from specs.errors import Cause, DataError, PeerGone, SamplerDied
 from specs.wire.bodies import ErrorBody, Sleep
 from specs.wire.messages import Kind, Message, Verb, parse
 from workers.main import place_from_env
-from workers.serve import Emit, Reply, Request, Working, error_message, serve, typed
+from workers.roles import actor, data, reward, rollout, score_learner
+from workers.serve import Emit, Reply, Request, Working, body_of, error_message, serve, typed
 
 
 class Tape:
@@ -188,6 +189,13 @@ def test_a_body_is_checked_before_the_handler_is_called() -> None:
         "sleep: depth: unknown key",
         "ping: n: unknown key",
     ]
+
+
+def test_every_verb_has_a_body_and_none_takes_a_stranger() -> None:
+    roles = (actor.Actor, score_learner.ScoreLearner, rollout.Rollout, data.Data, reward.Reward)
+    served = [(verb, getattr(role, verb)) for role in roles for verb in Verb if hasattr(role, verb)]
+    assert {verb for verb, _ in served} == set(Verb) - {Verb.PING}, "which the serve loop answers"
+    assert all(body_of(handler).model_config.get("extra") == "forbid" for _, handler in served)
 
 
 @pytest.mark.parametrize(

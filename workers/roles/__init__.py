@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from specs.wire.messages import Verb
-from workers.serve import TypedHandler
+from workers.serve import Handlers, typed
 
 
-def methods_of(role: object) -> dict[Verb, TypedHandler]:
+def handlers_of(role: object) -> Handlers:
     """Return a role's methods by verb: a rank serves the verbs that it has a method for, of the verb's name."""
-    return {verb: getattr(role, verb) for verb in Verb if hasattr(role, verb)}
+    return typed({verb: getattr(role, verb) for verb in Verb if hasattr(role, verb)})

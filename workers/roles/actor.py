@@ -7,11 +7,9 @@ from typing import Any
 
 from backends.protocol import Rank
 from specs.wire import bodies
-from specs.wire.messages import Verb
-from specs.wire.role_config import TrainConfig
-from workers.roles import methods_of
+from workers.roles import handlers_of
 from workers.roles.learner import Learner
-from workers.serve import Emit, Handler, Reply, Request, typed
+from workers.serve import Emit, Handlers, Reply, Request
 from workers.transports.base import Readers
 from workers.transports.ends import Exporter
 
@@ -60,9 +58,6 @@ class Actor(Learner):
             self._exporter.close()
         return super().close(call, emit)
 
-    def handlers(self) -> Mapping[Verb, Handler]:
-        return typed(methods_of(self), {Verb.BUILD: TrainConfig, Verb.PROBE: bodies.Nothing})
 
-
-def handlers(rank: Rank) -> Mapping[Verb, Handler]:
-    return Actor(rank).handlers()
+def handlers(rank: Rank) -> Handlers:
+    return handlers_of(Actor(rank))

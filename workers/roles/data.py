@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
 from specs.wire import bodies
-from specs.wire.messages import Verb
 from specs.wire.role_config import DataConfig
 from workers.data.data_set import RunData, RunRows, open_data, open_rows
 from workers.rank_report import as_built
-from workers.roles import methods_of
-from workers.serve import Emit, Handler, Reply, Request, typed
+from workers.roles import handlers_of
+from workers.serve import Emit, Handlers, Reply, Request
 
 
 class Data:
@@ -62,9 +59,6 @@ class Data:
         rows = prompts.table.rows_of(columns["row_B"], self._config.row_columns, messages=tells)
         return {**state, "rows": rows}, columns
 
-    def handlers(self) -> Mapping[Verb, Handler]:
-        return typed(methods_of(self), {Verb.BUILD: DataConfig})
 
-
-def handlers(rank: Rank) -> Mapping[Verb, Handler]:
-    return Data(rank).handlers()
+def handlers(rank: Rank) -> Handlers:
+    return handlers_of(Data(rank))

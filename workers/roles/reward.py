@@ -29,8 +29,8 @@ from workers.grading.reward_failures import FailureLog, last_line
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts
 from workers.grading.terms import GradeRequest, Setting
 from workers.rank_report import as_built
-from workers.roles import methods_of
-from workers.serve import Emit, Handler, Reply, Request, typed
+from workers.roles import handlers_of
+from workers.serve import Emit, Handlers, Reply, Request
 
 if TYPE_CHECKING:
     from workers.episodes.episode_runner import EpisodeRunner
@@ -273,9 +273,6 @@ class Reward:
         asked = {"requests": episode["requests"]} if "requests" in episode else {}
         return {"stop": episode["stop"], "environment_reward": episode["reward"], "pieces": pieces, **asked}
 
-    def handlers(self) -> Mapping[Verb, Handler]:
-        return typed(methods_of(self), {Verb.BUILD: RewardConfig})
-
 
 def _lost(episode: Mapping[str, Any] | None, given: Sequence[str]) -> Grade:
     """Return why an episode has no score: its environment was lost, took too long, or gave a number that is too large.
@@ -294,5 +291,5 @@ def _said(request: GradeRequest, grade: Grade) -> str:
     return f"{text or grade.cause} ({request.where}, sample {request.sample})"
 
 
-def handlers(rank: Rank) -> Mapping[Verb, Handler]:
-    return Reward(rank).handlers()
+def handlers(rank: Rank) -> Handlers:
+    return handlers_of(Reward(rank))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -16,12 +15,11 @@ from backends.weights import checksum
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.heartbeat import amount
-from specs.wire.messages import Verb
 from specs.wire.role_config import RolloutConfig
-from workers.roles import methods_of
+from workers.roles import handlers_of
 from workers.roles.engine_rank import EngineRank
 from workers.roles.open_requests import OpenRequests
-from workers.serve import Emit, Handler, Reply, Request, Working, typed
+from workers.serve import Emit, Handlers, Reply, Request, Working
 from workers.transports.ends import Importer, spec_of
 from workers.transports.host_readers import host_of_this_process
 
@@ -161,9 +159,6 @@ class Rollout(EngineRank[RolloutEngine]):
             self._importer.close()
         return super().close(call, emit)
 
-    def handlers(self) -> Mapping[Verb, Handler]:
-        return Working(typed(methods_of(self), {Verb.BUILD: RolloutConfig, Verb.PROBE: bodies.Probe}), self)
-
 
 def hold_part(span: ReplicaSpan) -> None:
     """Hold a part of a replica that spans nodes, until the process is ended."""
@@ -172,5 +167,6 @@ def hold_part(span: ReplicaSpan) -> None:
     rollout_engine(config.engine.kind).hold_part(config, span, address, port)
 
 
-def handlers(rank: Rank) -> Mapping[Verb, Handler]:
-    return Rollout(rank).handlers()
+def handlers(rank: Rank) -> Handlers:
+    rollout = Rollout(rank)
+    return Working(handlers_of(rollout), rollout)

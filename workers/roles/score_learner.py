@@ -9,9 +9,9 @@ import numpy as np
 
 from backends.protocol import Rank
 from specs.wire.batch import Batch
-from specs.wire.messages import Verb
+from workers.roles import handlers_of
 from workers.roles.learner import Learner
-from workers.serve import Handler
+from workers.serve import Handlers
 
 
 class ScoreLearner(Learner):
@@ -27,5 +27,5 @@ class ScoreLearner(Learner):
         return {"values": [piece[1:].tolist() for piece in pieces], "dtype": self.config.model.dtype}
 
 
-def handlers(rank: Rank) -> Mapping[Verb, Handler]:
-    return ScoreLearner(rank).handlers()
+def handlers(rank: Rank) -> Handlers:
+    return handlers_of(ScoreLearner(rank))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from backends import activity
 from backends.protocol import Rank, TrainEngine
 from backends.registry import train_engine
 from specs.wire import bodies
-from specs.wire.messages import Verb
 from specs.wire.role_config import TrainConfig
-from workers.roles import methods_of
+from workers.roles import handlers_of
 from workers.roles.engine_rank import EngineRank
-from workers.serve import Emit, Handler, Reply, Request, typed
+from workers.serve import Emit, Handlers, Reply, Request
 
 
 class Trainer(EngineRank[TrainEngine]):
@@ -52,10 +50,7 @@ class Trainer(EngineRank[TrainEngine]):
     def onload(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         return self.come_back(self.engine.onload)
 
-    def handlers(self) -> Mapping[Verb, Handler]:
-        return typed(methods_of(self), {Verb.BUILD: TrainConfig})
 
-
-def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+def handlers(rank: Rank) -> Handlers:
     """Make the handlers of a model that never learns, such as the reference."""
-    return Trainer(rank).handlers()
+    return handlers_of(Trainer(rank))

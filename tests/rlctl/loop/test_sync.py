@@ -85,12 +85,10 @@ def test_replicas_keep_their_names_when_others_go_and_come(tmp_path, kind):
     are met anew. Nothing is kept for one that will not come back."""
     actor, rollouts, groups, vocab = build("fake", replicas=4)
     rollout = groups[1]
-    options = {
-        "folder": {"folder": str(tmp_path)},
-        "folder in deltas": {"folder": str(tmp_path), "delta": True},
-        "group": {"device": "cpu", "address": "127.0.0.1"},
-    }
-    sync = sync_of(groups, vocab, transport=Transport(kind.partition(" ")[0], "", options.get(kind, {})))
+    kind, _, deltas = kind.partition(" in ")
+    folder = {"folder": str(tmp_path), "delta": deltas != ""}
+    options = {"folder": folder, "group": {"device": "cpu", "address": "127.0.0.1"}}.get(kind, {})
+    sync = sync_of(groups, vocab, transport=Transport(kind, "", options))
     rollout.here = [0, 1, 2]
     sync.run()
     for here in ([1, 2], [1, 2, 3], [1, 3]):

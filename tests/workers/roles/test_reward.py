@@ -31,6 +31,7 @@ from specs.wire.role_config import ScoreText
 from workers.data.prompts import PromptTable
 from workers.episodes.trajectory import BRANCH_BITS
 from workers.grading.score_text import ScoreTexts
+from workers.roles import handlers_of
 from workers.roles.data import Data
 from workers.roles.reward import Reward
 from workers.serve import Handlers
@@ -45,7 +46,7 @@ class Role:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.reward_role = Reward(Rank())
-        self.data, self.reward = Data(Rank()).handlers(), self.reward_role.handlers()
+        self.data, self.reward = handlers_of(Data(Rank())), handlers_of(self.reward_role)
         self.rows: dict[str, Any] = {}  # as they came with the last prompts
         self._threads = ThreadPoolExecutor(2)
 

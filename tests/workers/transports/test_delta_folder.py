@@ -136,13 +136,12 @@ def test_a_delta_on_something_else_is_refused(told: Pass) -> None:
 def test_a_delta_cut_short_ends_the_sync(told: Pass, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told.run(0, 1)
     told.train()
-    compare = told.compare
+    read_bytes = told.readers[0].receive
 
-    def cut_short(*bucket: Any) -> None:
-        for path in tmp_path.iterdir():
-            os.truncate(path, path.stat().st_size - 1)
-        compare(*bucket)
+    def cut_short(*bucket: Any) -> Any:
+        os.truncate(path := next(tmp_path.iterdir()), path.stat().st_size - 1)
+        return read_bytes(*bucket)
 
-    monkeypatch.setattr(told, "compare", cut_short)
+    monkeypatch.setattr(told.readers[0], "receive", cut_short)
     with pytest.raises(SyncError, match="a bucket of weights is truncated"):
         told.run(0, 1)
