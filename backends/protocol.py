@@ -25,6 +25,7 @@ from specs.schema.role_section import DType
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
+from specs.wire.bodies import LossScale
 from specs.wire.role_config import RolloutConfig, Sampling, TrainConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank that waits this long for the others gives up
@@ -72,17 +73,6 @@ class Rank:
     world_size: int = 1
     local_rank: int = 0
     span: ReplicaSpan | None = None
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """Global counts of the optimizer step's mini-batch over *all* ranks; losses divide by them, not by local ones."""
-
-    num_loss_tokens: int
-    num_sequences: int  # sequences with at least one loss token
-    max_response_tokens: int  # the constant of "token-sum-constant"
-    num_units: int = 0  # of an objective whose unit is a pair or a sequence
-    num_chosen_tokens: int = 0  # loss tokens of chosen completions
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import numpy as np
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
+from specs.wire.bodies import LossScale
 from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,10 +111,11 @@ def torch_sampler(model: ModelConfig, prompt_tokens: int, **keys: Any) -> Any:
 def ddp_step(config: TrainConfig, batch: Batch, loss: AnyLoss, longest: int) -> Callable[[], float]:
     """Return an optimizer step of the `ddp` engine, which returns the loss."""
     from backends.ddp.engine import DdpTrainEngine
-    from backends.protocol import LossScale, Rank
+    from backends.protocol import Rank
 
     engine = DdpTrainEngine.build(config, Rank())
-    scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), longest)
+    tokens = int(batch["loss_mask_T"].sum())
+    scale = LossScale(num_loss_tokens=tokens, num_sequences=len(batch), max_response_tokens=longest)
 
     def step() -> float:
         sums = engine.forward_backward(batch, loss, scale)

@@ -26,7 +26,7 @@ from backends.packed.packing import (
     unit_counts,
     update_counts,
 )
-from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
+from backends.protocol import GreedyCompletion, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.token_metrics import TokenColumns
 from backends.train.trainer_state import TrainerState, lr_at
 from specs.errors import CheckpointError
@@ -37,6 +37,7 @@ from specs.schema.role_section import DType
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
+from specs.wire.bodies import LossScale
 from specs.wire.role_config import TrainConfig
 
 

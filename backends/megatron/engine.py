@@ -29,7 +29,7 @@ from backends.packed.layout import PackedLayout
 from backends.packed.packing import MicroBatch, MicroBatches
 from backends.packed.row_ops import copy_rows
 from backends.packed.staging import Staging
-from backends.protocol import LossScale, OnMeta, Rank
+from backends.protocol import OnMeta, Rank
 from backends.train.adamw import set_steps
 from backends.train.engine import NOTHING, HfTrainEngine, LossMetrics
 from backends.train.hf_weights import stream_into
@@ -46,6 +46,7 @@ from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
 from specs.schema.role_section import DType
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
+from specs.wire.bodies import LossScale
 from specs.wire.role_config import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:  # it imports Megatron-core

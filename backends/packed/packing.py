@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.protocol import LossScale
 from specs.errors import BatchError
 from specs.schema.algorithms.algorithm import Loss
 from specs.wire.batch import Batch
+from specs.wire.bodies import LossScale
 from specs.wire.model_flops import DecoderSize
 from specs.wire.partition import Part, even_rows, fewest_rows, in_step
 from specs.wire.sequence_work import SequenceWork

@@ -41,7 +41,7 @@ from backends.packed.packing import (
 from backends.packed.row_ops import RowCopies
 from backends.packed.staging import Staging
 from backends.packed.state_layers import prove_gradients
-from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
+from backends.protocol import GreedyCompletion, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.token_metrics import TokenColumns
 from backends.train import weight_export
 from backends.train.adamw import MOMENTS
@@ -76,6 +76,7 @@ from specs.schema.role_section import DType
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
+from specs.wire.bodies import LossScale
 from specs.wire.role_config import TrainConfig
 
 # Computed by a rank without work while other ranks still need its parameters; by each for itself.

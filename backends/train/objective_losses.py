@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from backends.packed.packing import MicroBatch, loss_weight_T
 from backends.packed.row_ops import Put
-from backends.protocol import LossScale
 from backends.token_metrics import ObjectiveTokens, UnitValues, token_values
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.errors import BatchError
@@ -46,6 +45,7 @@ from specs.schema.objectives import (
     TokenObjective,
 )
 from specs.wire.batch import Batch
+from specs.wire.bodies import LossScale
 
 # ── losses of units, by table ─────────────────────────────────────────────────────────────────────
 
@@ -175,7 +175,7 @@ def token_weight_T(batch: Batch, objective: Objective, scale: LossScale) -> NDAr
         return np.float32(objective.weight) * loss_weight_T(batch, objective.loss_aggregation, scale)
     chosen_T = (batch["loss_mask_T"] != 0) & np.repeat(batch["chosen_B"] != 0, batch["length_B"])
     chosen = Batch({"length_B": batch["length_B"], "loss_mask_T": chosen_T})
-    scale = replace(scale, num_loss_tokens=scale.num_chosen_tokens, num_sequences=scale.num_units)
+    scale = scale.model_copy(update={"num_loss_tokens": scale.num_chosen_tokens, "num_sequences": scale.num_units})
     weight_T = np.zeros(batch.num_tokens, dtype=np.float32)
     for weight, term in terms_of(objective):
         if isinstance(term, Nll | Orpo):

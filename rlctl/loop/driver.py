@@ -137,7 +137,7 @@ class Driver(ABC):
         """Return the loss of a role's updates, as it is now."""
 
     @abstractmethod
-    def loss_scale(self, mini: Batch) -> bodies.Scale:
+    def loss_scale(self, mini: Batch) -> bodies.LossScale:
         """Return global counts of a mini-batch: what every rank divides by."""
 
     def inspect(self, sums: Mapping[RoleName, Sequence[Mapping[str, float]]], batch: Batch, step: int) -> None:

@@ -215,10 +215,10 @@ class Rl(Driver):
         now_T = self.compute({"now": self.logprobs_of(self.actor)}, mini, step)["now"]
         return finite_check.of_update(found, mini, now_T)
 
-    def loss_scale(self, mini: Batch) -> bodies.Scale:
+    def loss_scale(self, mini: Batch) -> bodies.LossScale:
         """Global counts of a mini-batch: what every rank divides by."""
         tokens_B = mini.sum_by_sequence("loss_mask_T")
-        return bodies.Scale(
+        return bodies.LossScale(
             num_loss_tokens=int(tokens_B.sum()),
             num_sequences=int((tokens_B > 0).sum()),
             max_response_tokens=self.spec.max_sequence_tokens - self.spec.max_prompt_tokens,

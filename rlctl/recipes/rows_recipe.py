@@ -118,9 +118,9 @@ class RowsRecipe(Driver):
     def loss_of(self, role: RoleName) -> AnyLoss:
         return self.spec.objective
 
-    def loss_scale(self, mini: Batch) -> bodies.Scale:
+    def loss_scale(self, mini: Batch) -> bodies.LossScale:
         tokens_B = mini.sum_by_sequence("loss_mask_T")
-        return bodies.Scale(
+        return bodies.LossScale(
             num_loss_tokens=int(tokens_B.sum()),
             num_sequences=int((tokens_B > 0).sum()),
             max_response_tokens=self.spec.data.max_tokens,

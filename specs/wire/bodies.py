@@ -181,13 +181,13 @@ class Logprobs(Body):
     adapters: bool  # False: of the model below its adapters
 
 
-class Scale(Body):
-    """Divisors of every rank's loss: global counts of the mini-batch (`backends/protocol.py`, `LossScale`)."""
+class LossScale(Body):
+    """Global counts of the optimizer step's mini-batch over *all* ranks; losses divide by them, not by local ones."""
 
     num_loss_tokens: int
-    num_sequences: int
-    max_response_tokens: int
-    num_units: int = 0  # pairs, or labelled sequences
+    num_sequences: int  # sequences with at least one loss token
+    max_response_tokens: int  # the constant of "token-sum-constant"
+    num_units: int = 0  # of an objective whose unit is a pair or a sequence
     num_chosen_tokens: int = 0  # loss tokens of chosen completions
 
 
@@ -200,7 +200,7 @@ def _loss(raw: Any) -> AnyLoss:
 
 class Update(Body):
     loss: Annotated[SerializeAsAny[AnyLoss], PlainValidator(_loss)]
-    scale: Scale
+    scale: LossScale
 
 
 class Updated(Answer):

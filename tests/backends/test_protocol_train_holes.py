@@ -93,7 +93,7 @@ def test_aggregation_counts_loss_tokens_only(make: Make, aggregation: str) -> No
     """Against token losses that are computed one by one and added up as the name of the aggregation says."""
     batch, limit = several_turns(prompts=1), 15
     engine, algorithm = make(), grpo(**FULL, loss_aggregation=aggregation)
-    alone = LossScale(1, 1, limit)
+    alone = LossScale(num_loss_tokens=1, num_sequences=1, max_response_tokens=limit)
     means, sums = [], []
     for index in range(len(batch)):
         tokens = cut(batch.select([index]), single_tokens) if batch.select([index])["loss_mask_T"].any() else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +199,13 @@ def make_units(pairs: int = 7, seed: int = 0, vocab: int = VOCAB) -> Batch:
 def unit_scale(batch: Batch) -> LossScale:
     chosen = batch["loss_mask_T"] * np.repeat(batch["chosen_B"], batch["length_B"])
     counts = {"num_units": len(np.unique(batch["unit_B"])), "num_chosen_tokens": int(chosen.sum())}
-    return replace(scale_of(batch), **counts)
+    return scale_of(batch).model_copy(update=counts)
 
 
 def scale_of(batch: Batch, max_response_tokens: int = 15) -> LossScale:
-    sequences = sum(1 for mask in batch.sequences("loss_mask_T") if mask.any())
-    return LossScale(int((batch["loss_mask_T"] != 0).sum()), sequences, max_response_tokens)
+    sequences, tokens = sum(mask.any() for mask in batch.sequences("loss_mask_T")), (batch["loss_mask_T"] != 0).sum()
+    tokens, sequences = int(tokens), int(sequences)
+    return LossScale(num_loss_tokens=tokens, num_sequences=sequences, max_response_tokens=max_response_tokens)
 
 
 def weights_of(engine: TrainEngine, dtype: str = "fp32", form: WeightForm = "merged") -> dict[str, np.ndarray]:

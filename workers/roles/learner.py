@@ -10,7 +10,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from backends import memory
-from backends.protocol import LossScale
 from specs.errors import PeerGone, RlctlError
 from specs.schema.roles import PROOF_FILES, ROLES
 from specs.wire import bodies
@@ -29,14 +28,12 @@ class Learner(Trainer):
     def update(self, call: Request[bodies.Update], emit: Emit) -> Reply:
         """Loss and gradients of this rank's share of the mini-batch; weights are not changed yet."""
         self.describe(call)
-        scale = LossScale(**call.body.scale.model_dump())
-        return {"sums": dict(self.engine.forward_backward(call.batch, call.body.loss, scale))}, {}
+        return {"sums": dict(self.engine.forward_backward(call.batch, call.body.loss, call.body.scale))}, {}
 
     def evaluate(self, call: Request[bodies.Update], emit: Emit) -> Reply:
         """Loss of this rank's share of a batch, without gradients."""
         self.describe(call)
-        scale = LossScale(**call.body.scale.model_dump())
-        return {"sums": dict(self.engine.evaluate(call.batch, call.body.loss, scale))}, {}
+        return {"sums": dict(self.engine.evaluate(call.batch, call.body.loss, call.body.scale))}, {}
 
     def step(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         """The optimizer step, from the gradients of `update`."""
