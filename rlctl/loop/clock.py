@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from specs.phases import GRADING_METRIC, TIME_METRICS, Phase
 from specs.schema.metric import Metric, metrics
@@ -30,13 +31,13 @@ class Clock:
     def start(self) -> None:
         """A step begins: forget the last one."""
         self._started = time.perf_counter()
-        self._seconds: dict[Phase, float] = {}
-        self._spans: dict[Phase, tuple[float, float]] = {}
-        self._grading_s = 0.0
+        self._seconds: dict[Phase | Literal["grading"], float] = {}
+        self._spans: dict[Phase | Literal["grading"], tuple[float, float]] = {}
 
     @contextmanager
-    def measure(self, phase: Phase) -> Iterator[None]:
-        """Add the seconds of the block to those of `phase`, also of a block that raises."""
+    def measure(self, phase: Phase | Literal["grading"]) -> Iterator[None]:
+        """Add the seconds of the block to those of `phase`, also of a block that raises. "grading": it waits for grades
+        alone, within the phase `rollout`."""
         begin = time.perf_counter()
         try:
             yield
@@ -45,15 +46,6 @@ class Clock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + end - begin
             self._spans[phase] = begin, end
 
-    @contextmanager
-    def grading(self) -> Iterator[None]:
-        """The block waits for grades alone, within the phase `rollout`."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._grading_s += time.perf_counter() - begin
-
     def span(self, phase: Phase) -> tuple[float, float]:
         """When the phase last began and ended (`time.perf_counter`)."""
         return self._spans[phase]
@@ -61,5 +53,6 @@ class Clock:
     def metrics(self) -> dict[str, float]:
         """The step's times until now, as metrics."""
         seconds = {metric: self._seconds.get(phase, 0.0) for phase, metric in TIME_METRICS.items()}
-        seconds[TIME_METRICS["rollout"]] -= self._grading_s
-        return {"time/step_s": time.perf_counter() - self._started, **seconds, GRADING_METRIC: self._grading_s}
+        grading_s = self._seconds.get("grading", 0.0)
+        seconds[TIME_METRICS["rollout"]] -= grading_s
+        return {"time/step_s": time.perf_counter() - self._started, **seconds, GRADING_METRIC: grading_s}

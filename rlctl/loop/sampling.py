@@ -244,7 +244,7 @@ class Generation:
         assert len(np.unique(batch["id_B"])) == len(batch), "a sample came back twice"
         if "greedy_B" in prompts:
             greedy_B = np.isin(batch["rollout_B"], prompts["rollout_B"][prompts["greedy_B"] != 0])
-        with self._sampler.clock.grading():
+        with self._sampler.clock.measure("grading"):
             self._wait_for_scores()
             found = [TermScores.concat(parts) for parts in self._scores.values()]
             scored = Scored.gather(batches, found, self._sampler.spec.grading, greedy_B)
