@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,22 +90,6 @@ class SyncReport:
         }
 
 
-class HashingSeconds:
-    """Seconds that ranks spent hashing in one sync."""
-
-    def __init__(self) -> None:
-        self.actor = 0.0
-        self._rollouts: dict[int, float] = {}
-
-    def add_rollouts(self, answers: Mapping[int, bodies.Imported | bodies.ImportEnded]) -> None:
-        for replica, answer in answers.items():
-            self._rollouts[replica] = self._rollouts.get(replica, 0.0) + answer.checksum_s
-
-    @property
-    def total(self) -> float:
-        return self.actor + max(self._rollouts.values(), default=0.0)
-
-
 class WeightSync:
     """Moves the actor's weights into every rollout replica."""
 
@@ -131,19 +116,22 @@ class WeightSync:
         self._readers: Sequence[int] = ()  # replicas of the last pass; (): the next one meets all as for the first time
         self._announced: Sequence[bodies.WireWeight] = ()  # the weights of the last pass
         self._leftovers: Sequence[Mapping[str, str]] = ()
-        self._hashing, self._sent_bytes = HashingSeconds(), 0
+        self._actor_hashing_s, self._sent_bytes = 0.0, 0
+        self._rollout_hashing_s: dict[int, float] = defaultdict(float)  # by replica
 
     def run(self, step: int | None = None) -> SyncReport:
         """One verified sync, begun in the phase "sync". Raises SyncError (or RoleFailure) and leaves nothing
         half-trusted: the run must end.
         After RanksFailed, `break_off` and run again."""
         started = time.perf_counter()
-        self._hashing, self._sent_bytes = HashingSeconds(), 0
+        self._actor_hashing_s, self._sent_bytes = 0.0, 0
+        self._rollout_hashing_s.clear()
         try:
             self._move(self._begin(step), step)
             end = bodies.ImportEnd(version=self._version)
             ended = self.rollout.post(Verb.IMPORT_END, end, step=step, ranks=self._readers)
-            self._hashing.add_rollouts({rank: bodies.ImportEnded.of(one) for rank, one in _by_replica(ended).items()})
+            for replica, answer in _by_replica(ended).items():
+                self._rollout_hashing_s[replica] += bodies.ImportEnded.of(answer).checksum_s
             self.actor.call(Verb.EXPORT_END, step=step)
         finally:
             sweep(self._leftovers)
@@ -151,7 +139,8 @@ class WeightSync:
         gap, probe_s = self._probe(step)
         self._sent = self._version
         nbytes = sum(weight.nbytes for weight in self._announced)
-        return SyncReport(len(self._announced), nbytes, self._sent_bytes, moved_s, self._hashing.total, probe_s, gap)
+        hashing_s = self._actor_hashing_s + max(self._rollout_hashing_s.values(), default=0.0)
+        return SyncReport(len(self._announced), nbytes, self._sent_bytes, moved_s, hashing_s, probe_s, gap)
 
     def actor_finished(self, step: int) -> None:
         """The actor's weights are those after `step` steps: the driver says so after each update and after a resume."""
@@ -220,9 +209,6 @@ class WeightSync:
         arrived: list[str] = []
         reading: tuple[Call, list[bodies.SentWeight]] | None = None
         for bucket in range(begun.buckets):
-            if reading is not None and begun.windows < 2:
-                arrived += self._compare(*reading)
-                reading = None
             entries = self._written(self.actor.post(Verb.EXPORT_BUCKET, bodies.ExportBucket(bucket=bucket), step=step))
             if reading is not None:
                 arrived += self._compare(*reading)
@@ -235,7 +221,7 @@ class WeightSync:
     def _written(self, call: Call) -> list[bodies.SentWeight]:
         """Return what the actor's rank 0 reports that it sent, which must be as it was announced."""
         sent = bodies.Exported.of(call.result()[0])
-        self._hashing.actor += sent.checksum_s
+        self._actor_hashing_s += sent.checksum_s
         self._sent_bytes += sent.sent_bytes
         announced = {weight.name: weight for weight in self._announced}
         for entry in sent.entries:
@@ -248,8 +234,8 @@ class WeightSync:
     def _compare(self, call: Call, entries: Sequence[bodies.SentWeight]) -> list[str]:
         sent = {entry.name: entry.checksum for entry in entries}
         answers = {rank: bodies.Imported.of(answer) for rank, answer in _by_replica(call).items()}
-        self._hashing.add_rollouts(answers)
         for replica, answer in answers.items():
+            self._rollout_hashing_s[replica] += answer.checksum_s
             for name, expected in sent.items():
                 actual = answer.checksums.get(name)
                 if actual != expected:

@@ -271,7 +271,6 @@ class Exporting(Answer):
 
     specs: list[WireWeight] | None
     buckets: int
-    windows: int
     in_blocks: bool
     offer: dict[str, Any]  # of the transport, for its readers
 

@@ -89,7 +89,6 @@ class Exporter:
         return {
             "specs": None if alike and not readers.renew else [to_json(spec) for spec in self.specs],
             "buckets": len(self.buckets),
-            "windows": windows,
             "in_blocks": self.in_blocks,
             "offer": self.writer.begin(sizes, windows, readers if alike else replace(readers, held=())),
         }
