@@ -11,7 +11,8 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from backends.hf import chat_template_process
@@ -23,29 +24,31 @@ if TYPE_CHECKING:
 
 RENDER_S = 10.0  # for one conversation
 MEMORY_MIB = 1024  # beyond what its libraries take
+Cut = tuple[int, bool]  # so many messages of a conversation, and whether up to where an answer begins
 
 
 class ChatTemplateError(ValueError):
     """The chat template refused a list of messages."""
 
 
-def _with_arguments(messages: Sequence[Mapping[str, Any]], write: Callable[[Any], Any]) -> list[Mapping[str, Any]]:
-    """Return messages whose calls have their arguments as `write` gives them."""
+def _with_arguments(messages: Sequence[Mapping[str, Any]], write: Callable[[Any, int], Any]) -> list[Mapping[str, Any]]:
+    """Return messages whose calls have their arguments as `write` gives them, which is told the message's number."""
 
-    def called(call: Any) -> Any:
+    def called(call: Any, number: int) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or "arguments" not in function:
             return call
-        return {**call, "function": {**function, "arguments": write(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": write(function["arguments"], number)}}
 
     given: list[Mapping[str, Any]] = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        given.append({**message, "tool_calls": [called(one) for one in calls]} if isinstance(calls, list) else message)
+    for number, message in enumerate(messages):
+        if isinstance(calls := message.get("tool_calls"), list):
+            message = {**message, "tool_calls": [called(one, number) for one in calls]}
+        given.append(message)
     return given
 
 
-def _as_text(arguments: Any) -> Any:
+def _as_text(arguments: Any, _: int) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
@@ -53,6 +56,11 @@ def _shown_by_python(value: Any, text: str) -> bool:
     """Return whether a template that takes text alone has written a value as Python shows it, and not as JSON."""
     literal = str(value)
     return literal in text and literal != json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shown(values: Sequence[tuple[int, Any]], count: int, text: str) -> Any:
+    """Return the first value, of a message before number `count`, that Python has written, or nothing."""
+    return next((value for number, value in values if number < count and _shown_by_python(value, text)), None)
 
 
 def _marked(message: Mapping[str, Any], mark: str, learned: bool) -> tuple[dict[str, Any], dict[str, str]]:
@@ -131,31 +139,41 @@ class ChatRenderer:
         Raises ChatTemplateError when the template refuses the messages, and ModelError when it cannot be used at all:
         it is no Jinja, does what the sandbox forbids, or takes too long or too much memory.
         """
-        objects = []
+        return next(self.beginnings(messages, [(len(messages), begins_answer)], tools=tools))
 
-        def as_object(arguments: Any) -> Any:
+    def beginnings(
+        self, messages: Sequence[Mapping[str, Any]], cuts: Sequence[Cut], *, tools: Sequence[Any] | None
+    ) -> Iterator[str]:
+        """Yield what `render` returns of each cut, or raise what it raises. The conversation travels once."""
+        objects = list[tuple[int, Any]]()  # with the number of their message
+        parts = [(n, one["content"]) for n, one in enumerate(messages) if isinstance(one.get("content"), list | dict)]
+
+        def as_object(arguments: Any, number: int) -> Any:
             parsed = object_of(arguments or "{}") if isinstance(arguments, str) else arguments
             if not isinstance(parsed, dict):
                 return arguments
-            objects.append(parsed)
+            objects.append((number, parsed))
             return parsed
 
+        def takes_text(count: int, reply: Mapping[str, Any]) -> bool:
+            refused = "refused" in reply and any(number < count for number, _ in objects)
+            return refused or bool(_shown(objects, count, reply.get("text", "")))
+
         # Most templates write arguments as JSON, where they are objects; some take JSON alone, as OpenAI's are.
-        given = _with_arguments(messages, as_object)
-        reply = self._ask({"messages": given, "begins_answer": begins_answer, "tools": tools})
-        if objects and ("refused" in reply or any(_shown_by_python(one, reply.get("text", "")) for one in objects)):
-            given = _with_arguments(messages, _as_text)
-            reply = self._ask({"messages": given, "begins_answer": begins_answer, "tools": tools})
-        if "refused" in reply:
-            raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
-        if "broken" in reply:
-            raise self._broken(reply["broken"])
-        text = str(reply["text"])
-        for content in (message.get("content") for message in messages):
-            if isinstance(content, list | dict) and _shown_by_python(content, text):
+        replies = self._ask(_with_arguments(messages, as_object), cuts, tools)
+        if again := [cut for cut, reply in replies.items() if takes_text(cut[0], reply)]:
+            replies |= self._ask(_with_arguments(messages, _as_text), again, tools)
+        for count, begins_answer in cuts:
+            reply = replies[count, begins_answer]
+            if "refused" in reply:
+                raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
+            if "broken" in reply:
+                raise self._broken(reply["broken"])
+            text = str(reply["text"])
+            if content := _shown(parts, count, text):
                 why = f"the chat template takes no content in parts, and would write {str(content)[:40]}…"
                 raise ChatTemplateError(f"{why}: make it one text")
-        return text
+            yield text
 
     def check_written(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, learned: Collection[int] = ()
@@ -181,23 +199,28 @@ class ChatRenderer:
             process.kill()
             process.communicate()
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, messages: Sequence[Any], cuts: Sequence[Cut], tools: Sequence[Any] | None) -> dict[Cut, Any]:
+        """Return the reply to each cut. Where one ends the process, it and those behind it are broken."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
+        cuts, found, whole = list(dict.fromkeys(cuts)), dict[Cut, Any](), ""
+        request = {"messages": messages, "cuts": cuts, "tools": tools}
+        with suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request, default=str) + "\n")
             process.stdin.flush()
+        for cut in cuts:
             line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if line.endswith("\n"):
-            reply: dict[str, Any] = json.loads(line)
-            return reply
-        code = process.wait()
-        self.close()
-        slow = code == -signal.SIGALRM
-        raise self._broken(f"takes longer than {RENDER_S:g} s" if slow else f"ended its process (exit code {code})")
+            if not line.endswith("\n"):
+                code = process.wait()
+                self.close()
+                slow = code == -signal.SIGALRM
+                why = f"takes longer than {RENDER_S:g} s" if slow else f"ended its process (exit code {code})"
+                return {one: {"broken": why} for one in cuts} | found
+            reply = json.loads(line)
+            whole = whole or reply.get("text", "")
+            found[cut] = {"text": whole[: reply["same"]]} if "same" in reply else reply
+        return found
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(

@@ -140,18 +140,18 @@ def learned_text(
     told then.
     """
     said = [plain(message) for message in messages]
-
-    def render(count: int, *, begins_answer: bool = False) -> str:
-        with _refusals():
-            return chats.render(said[:count], begins_answer=begins_answer, tools=tools)
-
-    whole = render(len(said))
+    cuts = [(len(said), False)]
+    for number in filter(None, learned or ()):
+        cuts += [(number, said[number]["role"] == ASSISTANT), (number + 1, False)]
+    texts = chats.beginnings(said, cuts, tools=tools)
+    with _refusals():
+        whole = next(texts)
     spans = [(0, len(whole))] if learned is None else []
     for number in learned or ():
         if not number:
             raise BadRow("message 0: nothing comes before it, so that what the template puts there would be learned")
-        before = render(number, begins_answer=said[number]["role"] == ASSISTANT)
-        until = whole if number + 1 == len(said) else render(number + 1)
+        with _refusals():
+            before, until = next(texts), next(texts)
         if not whole.startswith(until):
             raise BadRow(
                 f"message {number}: the chat template writes the conversation up to it otherwise once more messages "

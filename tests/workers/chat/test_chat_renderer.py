@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,64 @@ def test_rendered_as_transformers_renders_it(library: bool) -> None:
         with pytest.raises(ChatTemplateError, match="no role tool"):
             chats.render([{"role": "tool", "content": ""}])
         assert chats.render(ASKED).endswith("<assistant>"), "a refusal ends nothing"
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "S", "name": None},
+    *ASKED,
+    {"role": "assistant", "content": "é<", "reasoning": "R"},
+    *ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [CALL, {"name": "x"}]},
+    {"role": "tool", "content": {"a": 1}},
+    {"role": "assistant", "content": [{"type": "text", "text": "A"}]},
+]
+SAYS = "{% for m in messages %}<{{ m.role }}>{{ m.thinking }}{{ m.content | tojson }}{{ m.tool_calls }}{% endfor %}"
+WRITES = SAYS.replace("{{ m.tool_calls }}", "{% for c in m.tool_calls or [] %}ARGUMENTS{% endfor %}")
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "library", "requests"),
+    [
+        (SAYS, False, 2),  # as Python writes a dict
+        (WRITES.replace("ARGUMENTS", "{{ c.function.arguments | tojson if c.function }}"), True, 1),
+        (WRITES.replace("ARGUMENTS", "{{ '' + c.function.arguments if c.function }}"), False, 2),
+        (WRITES.replace("| tojson", "| trim"), False, 2),  # refuses parts
+        (SAYS + "{% if messages | length == 5 %}{{ raise_exception('five') }}{% endif %}", True, 2),
+        (
+            "{% if messages | length == 7 %}A{% endif %}" + WRITES + "{% if add_generation_prompt %}<a>{% endif %}",
+            True,
+            1,
+        ),
+        (WRITES + "{% if messages | length == 4 %}" + ENDLESS + "{% endif %}", False, 1),
+    ],
+)
+def test_beginnings_are_what_each_is_rendered_as_alone(
+    template: str, library: bool, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They travel in one request, or in two where some calls have to be JSON."""
+    monkeypatch.setattr(chat_renderer, "RENDER_S", 1.0 if ENDLESS in template else 60.0)
+    asked, ask = list[Any](), ChatRenderer._ask
+
+    def outcomes(texts: Iterator[str]) -> Iterator[str]:
+        try:
+            yield from texts
+        except (ChatTemplateError, ModelError) as error:
+            yield f"{type(error).__name__}: {error}"
+
+    def counted(chats: ChatRenderer, *request: Any) -> Any:
+        asked.append(request)
+        return ask(chats, *request)
+
+    monkeypatch.setattr(ChatRenderer, "_ask", counted)
+    forwards = list(product(range(1, len(TALK) + 1), (True, False)))
+    for cuts in (forwards, forwards[::-1]):
+        with ChatRenderer(template, {"eos_token": "</s>"}, library=library) as chats:
+            alone = list(outcomes(chats.render(TALK[:count], begins_answer=begins) for count, begins in cuts))
+            asked.clear()
+            assert list(outcomes(chats.beginnings(TALK, cuts, tools=None))) == alone
+            assert len(asked) == requests
 
 
 @pytest.mark.parametrize("library", [False, True])
