@@ -82,8 +82,8 @@ def tools_of(values: Mapping[str, Any], column: str) -> list[Any] | None:
         value = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise BadRow(f"column {column!r} is no JSON: {error}") from None
-    if not isinstance(value, list | None):
-        raise BadRow(f"column {column!r} must be a list of tools")
+    if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        raise BadRow(f"column {column!r} must be a list of tools, each a JSON schema")
     return value
 
 

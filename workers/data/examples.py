@@ -265,7 +265,8 @@ class ExampleReader:
             example = Example([self._text(_text(values, source.text_column))], (1,))
         else:
             columns = f"{source.messages_column!r}, {source.completion_column!r} or {source.text_column!r}"
-            raise BadRow(f"no column {columns}; the row has {', '.join(map(repr, values)) or 'none'}")
+            has = ", ".join(repr(name) for name, value in values.items() if value is not None)
+            raise BadRow(f"no column {columns}; the row has {has or 'none'}")
         if self.pad is not None:
             example = replace(example, sequences=[self._as_scored(sequence) for sequence in example.sequences])
         for sequence in example.sequences:

@@ -130,6 +130,7 @@ def test_a_prompt_that_completions_do_not_begin_with_is_never_left_out(prompt: A
     ("unit", "values", "data", "why"),
     [
         ("token", {"answer": "x"}, {}, "no column 'messages', 'completion' or 'text'; the row has 'answer'"),
+        ("token", {"answer": "x", "text": None}, {}, "or 'text'; the row has 'answer'$"),
         ("token", {"prompt": "q", "completion": ""}, {}, "column 'completion' is empty"),
         ("token", {"prompt": "q", "completion": "a"}, {"learn_from": "assistant"}, "is about messages"),
         ("token", {"text": "q"}, {"learn_from": "completion"}, "is not about rows of one text"),
@@ -140,6 +141,7 @@ def test_a_prompt_that_completions_do_not_begin_with_is_never_left_out(prompt: A
         ("pair", {"prompt": "q", "chosen": "a", "rejected": "a"}, {}, "are equal"),
         ("token", {"prompt": "q", "completion": ASKED}, {}, "'completion' does not begin with a message of the assist"),
         ("token", {"messages": TALK, "tools": {"name": "add"}}, {}, "column 'tools' must be a list"),
+        ("token", {"messages": TALK, "tools": ["add"]}, {}, "must be a list of tools, each a JSON schema"),
         ("token", {"messages": TALK, "tools": "add"}, {}, "column 'tools' is no JSON"),
         ("token", {"messages": [TALK[0] | {"weight": 0.5}]}, {}, "message 0: weight must be 0 or 1"),
         ("pair", {"prompt": "q", "chosen": "a"}, {}, "column 'rejected' is empty or missing"),
