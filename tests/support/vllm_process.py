@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu import has_gpu
 from numpy.typing import NDArray
 from optional import VLLM_PYTHON
 from rollout_helpers import rollout_config, write_model
 from vllm_worker import receive, send
+from warm import WarmPopen
 
 from backends.completions import Completion, SampleRequest
 from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
@@ -33,21 +35,25 @@ PACKAGES = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) 
 VLLM_SHAPE: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
+class VllmPopen(WarmPopen):
+    """Starts a fork of a process that has imported vLLM, which takes as long as most of what is done with it."""
+
+    python = str(VLLM_PYTHON)
+    imported = ("backends.vllm_rollout.engine", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
+
+
 class VllmProcess:
     """The child, and how to call it. It ends with its stdin."""
 
     def __init__(self) -> None:
         self.log = Path(tempfile.mkstemp(prefix="rlctl-vllm-", suffix=".log")[1])
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent), *PACKAGES])}
+        start = subprocess.Popen if has_gpu() else VllmPopen  # what is imported may look for GPUs, and open them
         with self.log.open("wb") as log:
-            self.child = subprocess.Popen(
-                [VLLM_PYTHON, Path(__file__).with_name("vllm_worker.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,
-                env=env,
-            )
+            self.child = start(
+                [str(VLLM_PYTHON), str(Path(__file__).with_name("vllm_worker.py"))],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=env,
+            )  # fmt: skip
         atexit.register(self.close)
 
     def call(

@@ -7,7 +7,8 @@ streams, arguments, environment and exit code of its own, as a started one has. 
 line, environment), in variables that are read while torch is imported, and in the seed of `hash`.
 
 So this is for tests of what runs compute and leave behind. Tests of starting, losing and ending processes and of
-interpreters start real ones (`running.rlctl`, `running.start`); so does one run of each engine. A `sitecustomize` on
+interpreters start real ones (`running.rlctl`, `running.start`); so does one run of each engine. An engine in another
+interpreter can be had the same way (`vllm_process.VllmPopen`). A `sitecustomize` on
 the path runs in the fork where it says that it may (`PATCHES`); of any other the command is really started.
 """
 
@@ -81,11 +82,11 @@ def children() -> Iterator[None]:
 
 
 @cache
-def _started() -> Warm:
-    """The test session's, which imports."""
+def _started(python: str = sys.executable, imported: Sequence[str] = IMPORTED) -> Warm:
+    """Return the test session's, which imports, of an interpreter."""
     ours, theirs = socket.socketpair()
     env = {**os.environ, "PYTHONPATH": str(REPO)}
-    command = [sys.executable, __file__, str(theirs.fileno())]
+    command = [python, __file__, str(theirs.fileno()), *imported]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
     theirs.close()
     warm = Warm(ours)
@@ -213,14 +214,16 @@ class WarmPopen(subprocess.Popen[Any]):
     """`subprocess.Popen` whose child is, where the command allows it, a fork of a process that has imported torch and
     has one thread, and then this process's child. This one's own fork would find locks that its threads held."""
 
+    python, imported = sys.executable, IMPORTED
+
     def _execute_child(self, *args: Any) -> None:  # type: ignore[override]
         given = _CHILD.bind(self, *args).arguments
         command = [] if isinstance(given["args"], str) else [os.fsdecode(word) for word in given["args"]]
         env = dict(os.environ if given["env"] is None else given["env"])
-        if given["shell"] or given["pass_fds"] or not may_be_forked(command, env):
+        if given["shell"] or given["pass_fds"] or not may_be_forked(command, env, self.python):
             return super()._execute_child(*args)  # type: ignore[misc]
         streams = given["p2cread"], given["c2pwrite"], given["errwrite"]
-        nursery = _nursery or _started()
+        nursery = _nursery or _started(self.python, self.imported)
         self.pid = nursery.fork(command, env, given["cwd"], streams, given["start_new_session"])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -231,8 +234,8 @@ class WarmPopen(subprocess.Popen[Any]):
 _CHILD = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
-def may_be_forked(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    if not command or command[0] != sys.executable:
+def may_be_forked(command: Sequence[str], env: Mapping[str, str], python: str = sys.executable) -> bool:
+    if not command or command[0] != python:
         return False
     words = [word for word in command[1:] if word not in ("-u", "-P")]
     if words[0] == "-c":
@@ -341,6 +344,7 @@ def _take(env: Mapping[str, str], streams: tuple[int, int, int], cwd: str | Path
     logging.getLogger().handlers.clear()
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the process that forked
+    tempfile.tempdir = None  # which another environment names
     tracker = resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None  # type: ignore[attr-defined]
     if cwd is not None:
@@ -367,7 +371,7 @@ if __name__ == "__main__":
     from workers.watchdog import die_with_parent
 
     die_with_parent()
-    for name in IMPORTED:
+    for name in sys.argv[2:]:
         import_module(name)
     gc.collect()
     gc.freeze()
