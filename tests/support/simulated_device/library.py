@@ -12,6 +12,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from filelock import FileLock
+
 SOURCE = Path(__file__).with_name("device.cpp")
 
 
@@ -24,21 +26,25 @@ def built() -> Path:
     key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"rlctl-simulated-device-{os.getuid()}"
     library = folder / f"{key}.so"
-    if library.exists():
-        return library
     folder.mkdir(mode=0o700, exist_ok=True)
     assert folder.stat().st_uid == os.getuid(), f"{folder} is another user's"
+    with FileLock(folder / "lock"):  # other tests may want it at the same time
+        if not library.exists():
+            _build(library)
+    return library
+
+
+def _build(library: Path) -> None:
     found, gxx = find_spec("torch"), compiler()
     assert found is not None
     assert found.origin is not None
     assert gxx is not None
-    torch, making = Path(found.origin).parent, library.with_suffix(f".{os.getpid()}")
+    torch, making = Path(found.origin).parent, library.with_suffix(".making")
     libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch_cpu", "-lc10"]
     command = [gxx, "-O1", "-shared", "-fPIC", "-std=c++20", "-w", str(SOURCE), "-o", str(making)]
     done = subprocess.run([*command, f"-I{torch}/include", *libraries], capture_output=True, text=True)
     assert done.returncode == 0, f"{SOURCE.name} does not compile against torch {version('torch')}:\n{done.stderr}"
     making.replace(library)
-    return library
 
 
 def load(path: Path) -> ctypes.CDLL:
