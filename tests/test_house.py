@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_144, 15_000, ("backends",)),
-    "four packages": (59_842, 50_000, WINGS),
+    "engines, packing, weights": (16_148, 15_000, ("backends",)),
+    "four packages": (59_846, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (48_942, 38_000, ("tests",)),
+    "tests with their cases": (48_947, 38_000, ("tests",)),
     "docs": (3_714, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

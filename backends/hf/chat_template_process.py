@@ -35,12 +35,16 @@ def main() -> None:
     reply: dict[str, Any]
     for line in sys.stdin:
         request, prepared, whole = json.loads(line), None, ""
-        said = [{key: value for key, value in one.items() if value is not None} for one in request["messages"]]
         for count, begins_answer in request["cuts"]:
             signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
             try:
                 prepare = prepare or (_with_library(setup) if setup["library"] else _with_jinja(setup))
-                template, given = prepared = prepared or prepare(said, request["tools"])
+                if prepared is None:
+                    said = [
+                        {key: value for key, value in one.items() if value is not None} for one in request["messages"]
+                    ]
+                    prepared = prepare(said, request["tools"])
+                template, given = prepared
                 messages = given["messages"][:count]
                 text = str(template.render(given | {"messages": messages, "add_generation_prompt": begins_answer}))
                 if len(text) > MAX_CHARACTERS:

@@ -55,6 +55,7 @@ PHASES = {
 }
 HOLD = """
 import json, os, sys, time
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 
@@ -65,6 +66,7 @@ if (ROLE, os.environ.get("RLCTL_RANK", os.environ.get("RANK"))) == (HELD, "0"):
     owner = getattr(import_module(f"workers.roles.{ROLE}"), ROLE.title())
     inner = getattr(owner, METHOD)
 
+    @wraps(inner)
     def method(self, call, emit):
         CALLS.append(1)
         if len(CALLS) == CALL and not (HERE / "held").exists():

@@ -10,6 +10,7 @@ import warm
 
 CODE = """
 import json, os, signal, sys, time
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def wrap(owner, name):
     inner = getattr(owner, name)
     of_verb = "generate" if owner.__name__ == "Completions" else name  # made once in each call of the verb
 
+    @wraps(inner)
     def method(*args, **named):
         what = f"score {args[1].body.what}" if (ROLE, name) == ("reward", "score") else of_verb
         CALLS[what] = CALLS.get(what, 0) + 1
@@ -103,6 +105,7 @@ def wrap(owner, name):
 def tell_what_is_graded(reward):
     inner = reward.score
 
+    @wraps(inner)
     def score(self, call, emit):
         with (HERE / "graded").open("a") as file:
             print(*call.tensors["id_B"], file=file)
