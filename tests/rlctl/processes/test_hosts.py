@@ -249,9 +249,8 @@ def test_a_replica_spans_two_nodes_and_comes_back_when_a_worker_of_the_other_is_
     finally:
         process.kill()
     assert process.returncode == 0, output
-    assert re.search(r"rollout rank 0 failed: its part on node 1 \(\S+\): its process ended with exit code", output), (
-        output
-    )
+    failed = r"rollout rank 0 on \S+ failed: its part on node 1 \(\S+\): its process ended with exit code"
+    assert re.search(failed, output), output
     lines = [line for line in metrics(run) if line["step"] > 0]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1]["rollout/restarts"] == 1
