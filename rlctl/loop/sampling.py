@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop.rollouts import first_valid
+from rlctl.loop.rollouts import Rollouts, first_valid
 from rlctl.loop.scores.graders import Graders, Grading
 from rlctl.loop.scores.term_scores import TermScores, add_up, of_environments
 from rlctl.processes.calls import RanksFailed
@@ -201,10 +201,8 @@ class Generation:
         rows, columns = self.prompts.rows_of(batch), batch.only(needed).columns
         shown = batch["id_B"].tolist()
         if self._what != "eval":
-            order = np.argsort(batch.sum_by_sequence("loss_mask_T")[::-1] > 0, kind="stable")
-            pairs = zip(batch["rollout_B"][::-1][order].tolist(), batch["id_B"][::-1][order].tolist(), strict=True)
-            # The first of a rollout that is learned from counts: an agent may begin with a title.
-            shown = list({rollout: id_ for rollout, id_ in pairs if rollout in self._shown}.values())
+            places = [place for place, rollout in enumerate(batch["rollout_B"].tolist()) if rollout in self._shown]
+            shown = _one_of_each_rollout(batch.select(places)) if places else []
         request = bodies.Score(what=self._what, samples=shown, rows=rows, episodes=dict(episodes))
         self._parts.append(SampledPart(batch, sampler.graders.grade(request, columns, self.step)))
         self._answered += len(np.unique(batch["rollout_B"]))
@@ -267,6 +265,15 @@ class Generation:
         for grader, scores in found.items():
             self._scores[grader] += scores
         self._scored += len(new)
+
+
+def _one_of_each_rollout(batch: Batch) -> list[int]:
+    """Return the id of a sample of each rollout: the first that is learned from, as an agent may begin with a title,
+    else the first."""
+    order = np.argsort(batch.sum_by_sequence("loss_mask_T") == 0, kind="stable")
+    first_R = order[Rollouts.of(batch["rollout_B"][order]).first_R]
+    ids: list[int] = batch["id_B"][first_R].tolist()
+    return ids
 
 
 METRICS: tuple[Metric, ...] = (
