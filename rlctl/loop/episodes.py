@@ -9,7 +9,7 @@ drawn at once, in whatever slot is free.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,9 @@ from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, Verb
 
 if TYPE_CHECKING:
+    from rlctl.loop.sampling import Sampler
     from rlctl.processes.calls import Call
-    from rlctl.processes.group import Group
+    from specs.wire.bodies import What
     from specs.wire.messages import Message
     from specs.wire.role_config import Sampling
 
@@ -102,23 +103,14 @@ class TurnRelay:
     """Has the turns drawn that episodes of a batch ask for, and takes them back to who waits for them."""
 
     def __init__(
-        self,
-        rollout: Group,
-        reward: Group,
-        sampling: Sampling,
-        step: int,
-        start: Callable[[Batch], None],
-        counts: Counter[str],
-        forgotten: dict[int, list[int]],
-        *,
-        in_order: bool,
+        self, sampler: Sampler, what: What, sampling: Sampling, step: int, start: Callable[[Batch], None]
     ) -> None:
-        """`start` begins the episodes of some prompts. `counts` gets the engines' PREFIX_COUNTS. `forgotten`: by
-        replica, ids of which nothing more will come, also those that earlier batches left."""
-        self.rollout, self.reward, self.sampling, self.step, self.in_order = rollout, reward, sampling, step, in_order
+        """`start` begins the episodes of some prompts."""
+        self.rollout, self.reward, self.sampling, self.step = sampler.rollout, sampler.reward, sampling, step
+        self.in_order = sampler.spec.rollout.in_order
         self.drawing: dict[int, Batch] = {}  # by id: what it was sent out with
-        self.stranded: list[Batch] = []  # turns that no replica could draw
-        self._start, self.counts, self._forgotten = start, counts, forgotten
+        self._sampler, self._counts, self._start = sampler, sampler.prefix_counts[what], start
+        self._closed = False
         self._home_of: dict[int, int] = {}  # by rollout: the rank that runs it
         self._cohort_of: dict[int, Cohort] = {}  # by rollout
         self._lines: list[Line] = []
@@ -165,13 +157,11 @@ class TurnRelay:
     def forget(self, ids: Collection[int]) -> None:
         """Let the replicas drop what they keep for these samples."""
         for replica in self.rollout.ready:
-            self._forgotten[replica] += ids
+            self._sampler.forgotten[replica] += ids
 
-    def resume(self) -> None:
-        """Have the stranded turns drawn, where replicas are there again."""
-        stranded, self.stranded = self.stranded, []
-        for batch in stranded:
-            self._draw_anywhere(batch)
+    def close(self) -> None:
+        """Let turns that no replica could draw go: all episodes have ended, or were lost and begin again."""
+        self._closed = True
 
     def _draw_waves(self) -> None:
         """Draw what is due. A cohort that has ended makes room when its turn comes, not before: which one takes its
@@ -196,7 +186,11 @@ class TurnRelay:
         if not replicas:
             for id_ in batch["id_B"].tolist():
                 self.drawing.pop(id_, None)
-            self.stranded.append(batch)
+            self._sampler.stranded.append(partial(self._draw_late, batch))
+
+    def _draw_late(self, batch: Batch) -> None:
+        if not self._closed:
+            self._draw_anywhere(batch)
 
     def _draw(self, batch: Batch, replica: int) -> None:
         ids = batch["id_B"]
@@ -204,7 +198,7 @@ class TurnRelay:
         columns = {**batch.columns, "prefix_B": _prefixes(batch), "group_B": ids}  # each comes back when it is done
         self.rollout.post(
             Verb.GENERATE,
-            bodies.Generate(sampling=self.sampling, keep=True, forget=self._forgotten.pop(replica, [])),
+            bodies.Generate(sampling=self.sampling, keep=True, forget=self._sampler.forgotten.pop(replica, [])),
             tensors=columns,
             step=self.step,
             ranks=[replica],
@@ -226,7 +220,7 @@ class TurnRelay:
     def _drawn(self, batch: Batch, call: Call) -> None:
         """Have what a lost replica had not finished drawn by another."""
         for answer in call.answers.values():
-            self.counts.update({name: answer.body.get(name, 0) for name in PREFIX_COUNTS})
+            self._counts.update({name: answer.body.get(name, 0) for name in PREFIX_COUNTS})
         if call.failed:
             left = [place for place, id_ in enumerate(batch["id_B"].tolist()) if self.drawing.get(id_) is batch]
             self._draw_anywhere(batch.select(left))
@@ -268,10 +262,8 @@ class EpisodeGeneration(Generation):
         return self._sampler.spec.rollout.in_order
 
     def _begin(self, prompts: Batch) -> None:
-        sampler = self._sampler
-        groups, kept = (sampler.rollout, sampler.reward), (sampler.prefix_counts[self._what], sampler.forgotten)
-        self.relay = TurnRelay(*groups, self._sampling, self.step, self._start, *kept, in_order=self._in_order)
-        self.relay.begin(prompts, min(one.processes for one in sampler.spec.environments))
+        self.relay = TurnRelay(self._sampler, self._what, self._sampling, self.step, self._start)
+        self.relay.begin(prompts, min(one.processes for one in self._sampler.spec.environments))
 
     def _start(self, prompts: Batch) -> None:
         """Send episodes to the ranks of the reward role, group by group in turn."""
@@ -320,6 +312,7 @@ class EpisodeGeneration(Generation):
         if call.failed:
             self.relay.ended(prompts["rollout_B"].tolist())
         if not self._running:
+            self.relay.close()
             line, self._finished = self._sampler.episodes, True
             line.popleft()
             if line and self._in_order:
@@ -328,9 +321,6 @@ class EpisodeGeneration(Generation):
     def wait(self) -> None:
         sampler = self._sampler
         while not self._finished:
-            if self._running and self.relay.stranded:
-                sampler.sync.restore(self.step)
-                self.relay.resume()
             self._tick()
         left = self._unanswered()
         while len(left) and self.relay.drawing:
@@ -340,8 +330,14 @@ class EpisodeGeneration(Generation):
             self.wait()
 
     def _tick(self) -> None:
-        """Wait a moment. Where there are ranks again, episodes of any batch begin that found none."""
+        """Wait a moment. Turns of any batch that no replica could draw are drawn once replicas are restored; episodes
+        that found no rank begin where there are ranks again."""
         sampler = self._sampler
+        if sampler.stranded:
+            sampler.sync.restore(self.step)
+            stranded, sampler.stranded = sampler.stranded, []
+            for draw in stranded:
+                draw()
         sampler.graders.wait(self.step)
         if sampler.reward.ready:
             unbegun, sampler.unbegun = sampler.unbegun, []

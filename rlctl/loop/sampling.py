@@ -95,6 +95,7 @@ class Sampler:
         self.forgotten: dict[int, list[int]] = defaultdict(list)  # by replica: samples that it may drop (`TurnRelay`)
         self.episodes: deque[Callable[[], None]] = deque()  # batches of them that have begun or will, by their start
         self.unbegun: list[Callable[[], None]] = []  # starts of episodes that found no rank to run them
+        self.stranded: list[Callable[[], None]] = []  # how turns are drawn that found no replica
         self.clock, self.sync, self.grading = clock, sync, grading
 
     def take_prefix_share(self, what: What) -> dict[str, float]:

@@ -176,14 +176,16 @@ class Served:
         return await self._sampler.draw(SampleRequest(self._requests, tokens, sampling, prefix=self._requests))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the conversations that clients have read to their ends."""
+        """Yield the conversations that clients have read to their ends. `finish` says whether the model ended the last
+        turn itself ("stop") or a limit did ("length"): learned from, the latter teaches an end where there is none."""
         for episode in self.episodes:
             turns = [turn for turn in episode.tree.turns if turn.turn is not None and turn.delivered]
             inner = {id(turn.parent) for turn in turns}
             for turn in turns:
                 if id(turn) not in inner and turn.request.prompt is None and turn.turn is not None:
                     tools = {"tools": [*turn.request.tools]} if turn.request.tools else {}
-                    yield {"messages": [*turn.request.messages, turn.turn.message], **tools}
+                    finish = "stop" if turn.turn.finished else "length"
+                    yield {"messages": [*turn.request.messages, turn.turn.message], "finish": finish, **tools}
 
     def write(self) -> None:
         """Write the rows, where any is new. Raises OSError; then the next call tries again."""

@@ -82,8 +82,7 @@ class Ranks:
 
 
 def relay_of(rollout: Ranks, *, in_order: bool, start: Any = lambda prompts: None) -> TurnRelay:
-    forgotten: dict[int, list[int]] = defaultdict(list)
-    return TurnRelay(rollout, Ranks(1), SAMPLING, 1, start, Counter(), forgotten, in_order=in_order)  # type: ignore[arg-type]
+    return TurnRelay(sampler_of(rollout, Ranks(1), in_order=in_order), "train", SAMPLING, 1, start)  # type: ignore[arg-type]
 
 
 def play(turns: list[int], replicas: int, processes: int, seed: int, at_once: int = 1) -> list[tuple[int, list[int]]]:
@@ -178,22 +177,33 @@ def test_the_turn_of_a_lost_replica_is_drawn_once_more_and_no_earlier_one() -> N
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_turns_wait_for_a_replica_where_there_is_none(in_order: bool) -> None:
-    rollout = Ranks(1, lost={0})
-    relay = relay_of(rollout, in_order=in_order)
+@pytest.mark.parametrize("over", [True, False])
+def test_turns_wait_for_a_replica_where_there_is_none(in_order: bool, over: bool) -> None:
+    """Unless the episodes that asked for them are over, too."""
+    rollout, started = Ranks(1, lost={0}), list[Batch]()
+    sampler = sampler_of(rollout, Ranks(1), in_order=in_order)
+    relay = TurnRelay(sampler, "train", SAMPLING, 1, started.append)  # type: ignore[arg-type]
     relay.begin(turns_of([0, 1]), 8)
     relay.ask(turns_of([0, 1]), 0)
-    assert (len(relay.stranded), len(relay.drawing), rollout.posted) == (1 + in_order, 0, [])
+    assert (len(sampler.stranded), len(relay.drawing), rollout.posted) == (1 + in_order, 0, [])
+    if over:
+        relay.close()
     rollout.lost.clear()
-    relay.resume()
-    assert sorted(number for call in rollout.posted for number in call.batch["id_B"]) == [0, 1]
-    assert sorted(relay.drawing) == [0, 1]
+    for draw in sampler.stranded:
+        draw()
+    drawn = [] if over else [0, 1]
+    assert sorted(number for call in rollout.posted for number in call.batch["id_B"]) == drawn
+    assert sorted(relay.drawing) == drawn
 
 
 def sampler_of(rollout: Ranks, reward: Ranks, *, in_order: bool) -> SimpleNamespace:
+    def restore(step: int) -> None:
+        rollout.lost.clear()
+
     spec = SimpleNamespace(rollout=SimpleNamespace(in_order=in_order), environments=[SimpleNamespace(processes=64)])
-    kept = {"episodes": deque(), "unbegun": [], "prefix_counts": {"train": Counter()}, "forgotten": defaultdict(list)}
-    return SimpleNamespace(spec=spec, rollout=rollout, reward=reward, **kept)
+    kept = {"episodes": deque(), "prefix_counts": {"train": Counter()}, "forgotten": defaultdict(list)}
+    found_none, sync = {"unbegun": [], "stranded": []}, SimpleNamespace(restore=restore)
+    return SimpleNamespace(spec=spec, rollout=rollout, reward=reward, sync=sync, **kept, **found_none)
 
 
 def generation_of(sampler: SimpleNamespace, rollouts: list[int]) -> EpisodeGeneration:
@@ -260,4 +270,45 @@ def test_episodes_begin_when_there_is_a_rank_again(in_order: bool) -> None:
     for one in generations:
         one.wait()
     assert sorted(played) == [*range(8)], "each once"
+    assert not sampler.episodes
+
+
+def test_a_batch_waits_for_one_that_follows_it_and_has_lost_the_only_replica() -> None:
+    """In order: a rank of the reward role is lost with the first batch, whose episodes begin again behind the second's.
+    Episodes have one turn."""
+    rollout, reward = Ranks(1), Ranks(1)
+    sampler = sampler_of(rollout, reward, in_order=True)
+    generations = [generation_of(sampler, [0, 1, 2, 3]), generation_of(sampler, [4, 5, 6, 7])]
+    begun: list[Posted] = []
+
+    def ask() -> None:
+        for call in reward.posted:
+            if call.verb is Verb.EPISODES:
+                begun.append(call)
+                call.on_part(Message(Kind.PART, {"kind": "turns", "rank": 0}, tensors=call.batch.columns))
+        reward.posted.clear()
+
+    def wait(step: int) -> None:
+        assert rollout.posted or reward.posted, "nobody does anything"
+        ask()
+        for call in [*rollout.posted]:
+            numbers = call.batch["id_B"].tolist()
+            rollout.posted.remove(call)
+            call.answer(numbers)
+            call.end()
+            generations[numbers[0] // 4]._parts.append(SampledPart(call.batch, grading=None))  # type: ignore[arg-type]
+            (episodes,) = (one for one in begun if one.batch["id_B"].tolist() == numbers)
+            episodes.on_part(Message(Kind.PART, {"kind": "turns", "rank": 0, "ended": numbers}))
+            episodes.end()
+
+    sampler.graders = SimpleNamespace(wait=wait)
+    for one in generations:
+        one.start()
+    first, reward.posted = reward.posted, []
+    for call in first:
+        call.end(lost=True)
+    rollout.lost.add(0)
+    ask()
+    for one in generations:
+        one.wait()
     assert not sampler.episodes

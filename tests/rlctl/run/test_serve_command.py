@@ -79,7 +79,9 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
         process.send_signal(signal.SIGHUP)  # its terminal is closed
         rest, _ = process.communicate(timeout=120)
     assert process.returncode == 0, log + rest
-    rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row.get("finish") for row in written] == [None, "length", "length"]
+    rows = [row["messages"] for row in written]
     assert [[message["role"] for message in row] for row in rows] == [
         [],  # it was there
         ["user", "assistant", "user", "assistant"],
