@@ -15,7 +15,7 @@ from rlctl.processes.calls import Call
 from rlctl.processes.launch import Place
 from specs.wire.heartbeat import Activity, Moving
 
-_MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is no stall
+MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is no stall
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StallWatch:
         """Return the stall of ranks with a pending reply, if there is one; the clock then starts again. Call often."""
         now = time.monotonic()
         missed_s, self._looked_at = now - self._looked_at, now
-        if missed_s > _MISSED_S:
+        if missed_s > MISSED_S:
             self._moved_at += missed_s
         if not waiting:
             self.moved()

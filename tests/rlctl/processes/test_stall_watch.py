@@ -163,6 +163,14 @@ def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
         assert len(groups["rollout"].call(Verb.PING)) == 2
 
 
+@pytest.mark.usefixtures("warm_children")
+def test_a_driver_that_waits_for_nothing_does_not_do_so_for_ever(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("reward", 1), stall_timeout_s=0.5) as groups:
+        groups["reward"].call(Verb.PING)
+        with pytest.raises(RuntimeError, match=r"no call was in flight for 0\.5 s"):
+            come_to(groups, lambda: False)
+
+
 @pytest.mark.usefixtures("patient")
 def test_an_actor_that_holds_the_lock_gives_no_sign_of_life_but_its_stacks(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
