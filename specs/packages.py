@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -50,8 +51,23 @@ def package_path(theirs: str) -> str:
     return os.pathsep.join([ours, *(part for part in theirs.split(os.pathsep) if part and part != ours)])
 
 
+def path_for(python: str, theirs: str, folder: Path) -> str:
+    """Return the PYTHONPATH with which an interpreter imports our packages. Where they lie in a site-packages folder,
+    another one than this gets a folder of links to them alone, made in `folder`: it must not see this one's torch."""
+    path = package_path(theirs)
+    if python == sys.executable or _ROOT.name not in ("site-packages", "dist-packages"):
+        return path
+    links = folder / "packages"
+    links.mkdir(parents=True, exist_ok=True)
+    for name in OUR_PACKAGES:
+        if not (links / name).is_symlink():
+            (links / name).symlink_to(_ROOT / name)
+    return path.replace(str(_ROOT), str(links), 1)
+
+
 def with_our_packages() -> dict[str, str]:
-    """Return this environment for another `python -P` that imports our packages, whatever the current folder holds."""
+    """Return this environment for another process of this interpreter that imports our packages, whatever the current
+    folder holds."""
     return {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH", ""))}
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from rlctl.models.as_built_check import Expected
 from rlctl.models.paths import model_folder
 from rlctl.preflight.expected import models_expected
-from rlctl.processes.launch import base_environment, path_for
+from rlctl.processes.launch import base_environment
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
+from specs.packages import path_for
 from specs.schema.rank_groups import devices_of_a_process
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec

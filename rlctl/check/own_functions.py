@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.preflight.interpreters import own_path
-from rlctl.processes.launch import path_for
 from specs.errors import DataError, Problem, RewardError
-from specs.packages import package_path
+from specs.packages import path_for
 from specs.rules.all_rules import with_values
 from specs.schema.recipes import RlSpec, SamplingSpec, sampling_of
 from specs.schema.rewards import Function
@@ -74,7 +73,8 @@ def call_functions(
         return with_values(spec, errors), warnings, calls
     row = next(readable_rows(sampling, spec_dir, 1), None)
     with ExitStack() as stack:
-        importing = {key: stack.enter_context(_pool(sampling, spec_dir, term)) for key, term in terms.items()}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-check-")))
+        importing = {key: stack.enter_context(_pool(sampling, spec_dir, term, folder)) for key, term in terms.items()}
         for key, pool in importing.items():
             try:
                 pool.wait_ready()
@@ -101,7 +101,7 @@ def run_offline(
     mark = secrets.token_hex(8)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | {**own, _MARK: mark}
     with tempfile.TemporaryDirectory(prefix="rlctl-check-", ignore_cleanup_errors=True) as folder:
-        env["PYTHONPATH"] = path_for(command[0], package_path(env.get("PYTHONPATH", "")), Path(folder))
+        env["PYTHONPATH"] = path_for(command[0], env.get("PYTHONPATH", ""), Path(folder))
         try:
             done = subprocess.run(command, env=env, input=given, capture_output=True, timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired as late:
@@ -145,8 +145,10 @@ def _call(spec: SamplingSpec, path: str, pool: GraderPool, row: DataRow) -> tupl
     return RewardCall(path, row.where, completion, score, grade.text), grade.cause
 
 
-def _pool(spec: SamplingSpec, spec_dir: Path, term: Function) -> GraderPool:
-    """Start the process that imports one function."""
+def _pool(spec: SamplingSpec, spec_dir: Path, term: Function, folder: Path) -> GraderPool:
+    """Start the process that imports one function; `folder` is a temporary one."""
+    python, env = own_path(spec.grading, spec_dir) or sys.executable, spec.grading.env
+    path = path_for(python, env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), folder)
     return GraderPool(
         [term.model_dump(mode="json")],
         Setting(spec.answer_column, spec.max_response_tokens, str(spec_dir)),
@@ -155,8 +157,8 @@ def _pool(spec: SamplingSpec, spec_dir: Path, term: Function) -> GraderPool:
         log_path=Path(os.devnull),
         start_timeout_s=IMPORT_TIMEOUT_S,
         labels=("",),
-        python=own_path(spec.grading, spec_dir) or sys.executable,
-        env={**spec.grading.env, "PYTHONDONTWRITEBYTECODE": "1"},
+        python=python,
+        env={**env, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path},
     )
 
 

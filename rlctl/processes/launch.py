@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from rlctl.processes.node_connection import NodeConnection, RemoteProcess
 from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan
 from rlctl.processes.shells import Cluster, LocalShell, Shell
 from specs.errors import Problem, SpecError
-from specs.packages import OUR_PACKAGES, package_root
+from specs.packages import path_for
 from workers.watchdog import kill_marked, signal_group
 
 log = logging.getLogger("rlctl.processes.launch")
@@ -268,20 +267,6 @@ class Launcher:
 def base_environment() -> dict[str, str]:
     """Return this process's environment, without what a launcher above it set for it."""
     return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *_OUR_VARIABLES)}
-
-
-def path_for(python: str, path: str, folder: Path) -> str:
-    """Return an interpreter's PYTHONPATH from this one's. Where our packages lie in a site-packages folder, another one
-    gets a folder of links to them alone, made in `folder`: it must not see this interpreter's torch."""
-    root = package_root()
-    if python == sys.executable or root.name not in ("site-packages", "dist-packages"):
-        return path
-    links = folder / "packages"
-    links.mkdir(parents=True, exist_ok=True)
-    for name in OUR_PACKAGES:
-        if not (links / name).is_symlink():
-            (links / name).symlink_to(root / name)
-    return path.replace(str(root), str(links), 1)
 
 
 def remote_script(env: Mapping[str, str], command: Sequence[str], *, first: Sequence[str] = ()) -> str:

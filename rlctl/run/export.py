@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from rlctl import __version__
 from rlctl.models.paths import config_of, lineage
 from rlctl.models.run_export import NOTE
-from rlctl.processes.launch import path_for
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.publish.hub_push import find_repo, push
@@ -28,7 +27,7 @@ from specs.errors import CheckpointError, ExportError, UsageError
 from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
 from specs.model_facts import model_facts
-from specs.packages import package_path
+from specs.packages import path_for
 from specs.schema.engines.engine_registry import table_of
 from specs.schema.roles import ACTOR, PROOF_FILES, ROLES
 
@@ -227,7 +226,7 @@ def _remove_what_was_killed(out_dir: Path) -> None:
 
 
 def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
-    path = path_for(python, package_path(os.environ.get("PYTHONPATH", "")), scratch)
+    path = path_for(python, os.environ.get("PYTHONPATH", ""), scratch)
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     answer, log = scratch / "answer.json", scratch / "log.txt"
     with open(log, "w") as output:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from rlctl.run.interrupt import as_ctrl_c
 from rlctl.show.screen import Screen
 from specs.errors import UsageError
 from specs.model_facts import positions_of
-from specs.packages import with_our_packages
+from specs.packages import path_for
 from specs.schema.engines.vllm_table import SAMPLES_AT, TEMPERATURES
 from specs.schema.roles import ACTOR
 
@@ -114,17 +116,19 @@ def _model_of(what: str, step: int | None) -> str:
 def _run(python: str, config: str) -> int:
     """Have the process that holds the model serve it, until a signal ends both."""
     command = [python, "-P", "-m", "workers.episodes.served_model"]
-    env = {"VLLM_LOGGING_LEVEL": "ERROR", **with_our_packages()}  # else it writes a page here before it listens
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=env)
-    assert process.stdin is not None
-    try:
-        with as_ctrl_c():
-            process.stdin.write(config)
-            process.stdin.close()
+    with tempfile.TemporaryDirectory(prefix="rlctl-serve-") as folder:
+        path = path_for(python, os.environ.get("PYTHONPATH", ""), Path(folder))
+        env = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path}  # else vLLM writes a page first
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=env)
+        assert process.stdin is not None
+        try:
+            with as_ctrl_c():
+                process.stdin.write(config)
+                process.stdin.close()
+                return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
             return process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.kill()
+        finally:
+            if process.poll() is None:
+                process.kill()

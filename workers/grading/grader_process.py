@@ -136,7 +136,8 @@ def how_it_ended(code: int | None) -> str:
 
 
 def isolated_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process that runs users' code: of this one, but for those of our own, and `env`."""
+    """Return the variables of a process that runs users' code: of this one, but for those of our own, and `env`, whose
+    PYTHONPATH has our packages."""
     here = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
-    path = package_path(env.get("PYTHONPATH", here.get("PYTHONPATH", "")))
+    path = env.get("PYTHONPATH") or package_path(here.get("PYTHONPATH", ""))
     return {**here, **env, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from corpus import write_case
 from local_run import local_run
 from process_ends import ended
 from running import preset
 
 from backends.train.own_loss import try_loss
 from rlctl.check.findings import examine
-from rlctl.check.own_functions import run_offline
-from rlctl.processes import launch
+from rlctl.check.own_functions import call_functions, run_offline
+from rlctl.run import serve_command
 from rlctl.run.input_files import inputs_of
 from specs.errors import RlctlError
 from specs.load.load import load_spec
@@ -133,11 +134,18 @@ def test_another_interpreter_does_not_see_this_ones_site_packages(
 ) -> None:
     root = tmp_path / "lib" / "site-packages"
     root.mkdir(parents=True)
-    monkeypatch.setattr(launch, "package_root", lambda: root)
     monkeypatch.setattr("specs.packages._ROOT", root)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho $PYTHONPATH\n")
+    python, told = tmp_path / "python", tmp_path / "told"
+    python.write_text(f"#!/bin/sh\necho $PYTHONPATH | tee -a {told}\n")
     python.chmod(0o755)
-    seen = run_offline([str(python)], {"PYTHONPATH": "/users/own"}, 30.0)[0].decode().strip().split(":")
-    assert str(root) not in seen
-    assert (Path(seen[0]).name, seen[1:]) == ("packages", ["/users/own"])
+    run_offline([str(python)], {"PYTHONPATH": "/users/own"}, 30.0)
+    own = {"reward.python": str(python), "reward.env": {"PYTHONPATH": "/users/own"}}
+    reward = {"reward.terms.0": {"kind": "function", "path": "rewards.py:score"}, **own}
+    spec = write_case({"set": reward, "files": {"rewards.py": "def score(completion): return 0.0\n"}}, tmp_path)
+    call_functions(load_spec(spec), tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/users/own")
+    serve_command._run(str(python), "{}")
+    lines = told.read_text().splitlines()
+    assert len(lines) == 3
+    for seen in (line.split(":") for line in lines):
+        assert (Path(seen[0]).name, seen[1:]) == ("packages", ["/users/own"])

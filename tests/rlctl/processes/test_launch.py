@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from probe_groups import left_of, role_plan, wait_until
 
-from rlctl.processes import launch
 from rlctl.processes.launch import Launcher, tail
 from rlctl.processes.placement import RolePlan
 
@@ -98,7 +97,7 @@ def test_another_interpreter_does_not_see_this_ones_site_packages(
     root = tmp_path / "lib" / "site-packages"
     for name in ("rlctl", "specs", "workers", "backends", "torch"):
         (root / name).mkdir(parents=True)
-    monkeypatch.setattr(launch, "package_root", lambda: root)
+    monkeypatch.setattr("specs.packages._ROOT", root)
     launcher = Launcher(tmp_path / "logs", {})
     env = {"PYTHONPATH": f"{root}{os.pathsep}/users/own"}
     spoken = []
