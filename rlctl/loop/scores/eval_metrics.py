@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop.rollouts import Rollouts
+from rlctl.loop.rollouts import Rollouts, first_valid
 from rlctl.loop.step_metrics import episode_metrics
 from specs.schema.metric import Metric, metrics
 
@@ -24,7 +24,7 @@ METRICS: tuple[Metric, ...] = (
     *metrics(
         "steps with an evaluation",
         {
-            "eval/<set>/reward_mean": "Mean score of the set's completions, each term times its weight.",
+            "eval/<set>/reward_mean": "Mean score of the set's graded completions, each term times its weight.",
             "eval/<set>/reward_stderr": "Its standard error over the prompts; 0 of a single prompt.",
             "eval/<set>/finished [share]": "Completions that ended by themselves.",
             "eval/<set>/length_mean [tokens]": "Mean length of the completions.",
@@ -45,7 +45,9 @@ def evaluated(drawn: Drawn, passes: PassThreshold | None) -> dict[str, float]:
     many prompts are solved, how many completions end by themselves, how many could not be graded."""
     batch, scored = drawn.batch, drawn.scored
     rollouts = Rollouts.of(batch["rollout_B"])
-    reward_R, group_R = scored.reward_B[rollouts.first_R].astype(np.float64), batch["group_B"][rollouts.first_R]
+    graded_R = first_valid(batch["rollout_B"], scored.scored_B)
+    graded_R = graded_R if len(graded_R) else rollouts.first_R  # with the fallback, where none could be graded
+    reward_R, group_R = scored.reward_B[graded_R].astype(np.float64), batch["group_B"][graded_R]
     solved = pass_at_k(drawn, passes, rollouts.first_R) if passes is not None else {}
     return {
         "reward_mean": float(reward_R.mean()),

@@ -62,5 +62,9 @@ def test_the_weighted_sum_passes_from_a_score_on() -> None:
     assert eval_metrics.evaluated(drawn(), PassThreshold(None, 0.1))["pass@1"] == pytest.approx((1 / 4 + 1 + 1) / 3)
 
 
-def test_what_could_not_be_graded_does_not_pass() -> None:
-    assert eval_metrics.evaluated(drawn(failed=0), PassThreshold(0, 1.0))["pass@4"] == pytest.approx(1 / 3)
+def test_what_could_not_be_graded_does_not_pass_and_has_no_reward() -> None:
+    found = eval_metrics.evaluated(drawn(failed=0), PassThreshold(0, 1.0))
+    assert found["pass@4"] == pytest.approx(1 / 3)
+    assert found["reward_mean"] == pytest.approx((0.0 + 2.2 + 0.4) / 11)
+    means = np.array([0.0, 0.55, 0.1])
+    assert found["reward_stderr"] == pytest.approx(means.std(ddof=1) / np.sqrt(3))
