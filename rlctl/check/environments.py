@@ -24,8 +24,8 @@ from specs.schema.recipes import RlSpec
 from specs.schema.roles import REWARD
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
-from workers.data.conversations import BadRow
 from workers.data.prompts import RowReader, as_json
+from workers.data.row_source import BadRow
 
 START_TIMEOUT_S = 120.0  # as in a run
 _MORE_S = 60.0  # for what is imported, and the tokenizer

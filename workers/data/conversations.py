@@ -12,14 +12,11 @@ from typing import Any
 from specs.schema.rows import LearnFrom
 from specs.text import show
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError
+from workers.data.row_source import BadRow
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 _WRITTEN = ("system", "developer", "user", ASSISTANT)  # what a tool returns may be anything that a template writes
-
-
-class BadRow(ValueError):
-    """The reason why a row cannot be learned from, or cannot become a prompt."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,14 @@ def chosen_messages(messages: Sequence[Message], learn_from: LearnFrom, first: i
         if not any(value for key, value in messages[number].items() if key not in ("role", "train")):
             raise BadRow(f"message {number}: it is empty, and is to be learned")
     return found
+
+
+def no_template(why: str, chat: str) -> BadRow:
+    """Return the error of a row that no template can write. `chat`: the key of the spec."""
+    if chat == "never":
+        return BadRow(f'{why}, and data.chat = "never"', "remove data.chat")
+    remedy = "use an instruct model, or put a chat_template.jinja into the model's folder"
+    return BadRow(f"{why}, and the tokenizer has no chat template", remedy)
 
 
 def plain(message: Message) -> Message:

@@ -15,18 +15,18 @@ from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import (
     ASSISTANT,
-    BadRow,
     Message,
     TurnEnds,
     checked_messages,
     chosen_messages,
     learned_text,
     mask_of,
+    no_template,
     plain,
     rendered,
     tools_of,
 )
-from workers.data.row_source import DataRow, DroppedRows, without_nulls
+from workers.data.row_source import BadRow, DataRow, DroppedRows, without_nulls
 from workers.joined_text import TextTokens, begun, ended, joined, without_padding
 
 if TYPE_CHECKING:  # a check of the first rows needs no arrays
@@ -149,7 +149,7 @@ def build_examples(
             if len({tuple(sequence.tokens) for sequence in example.sequences}) < len(example.sequences):
                 raise BadRow(f"chosen and rejected are the same {len(example.sequences[0].tokens)} tokens")
         except BadRow as error:
-            table.drop_bad(row, str(error), data.bad_rows)
+            table.drop_bad(row, error, data.bad_rows)
             continue
         if longest > data.max_tokens and data.overlong != "truncate":
             if data.overlong == "refuse":
@@ -440,8 +440,7 @@ class ExampleReader:
 
     def _template(self) -> ChatRenderer:
         if self.chats is None or self.data.chat == "never":
-            why = 'data.chat = "never"' if self.data.chat == "never" else "the tokenizer has no chat template"
-            raise BadRow(f"the row holds messages, and {why}")
+            raise no_template("the row goes through a chat template", self.data.chat)
         self.rendered = True
         return self.chats
 

@@ -16,7 +16,6 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig
 from workers.chat.chat_renderer import ChatRenderer
-from workers.data.conversations import BadRow
 from workers.data.prompts import (
     PromptCodec,
     PromptTable,
@@ -25,7 +24,7 @@ from workers.data.prompts import (
     prompt_of,
     read_table,
 )
-from workers.data.row_source import DataRow, first_of, read_rows
+from workers.data.row_source import BadRow, DataRow, first_of, read_rows
 
 TRAIN = "data.train"
 _ROWS = 256  # that are tokenised
@@ -66,7 +65,7 @@ def _check_later(source: str, rows: Iterator[DataRow], reader: RowReader) -> Non
         try:
             reader.prompt(row)
         except BadRow as error:
-            table.drop_bad(row, str(error), reader.data.bad_rows)
+            table.drop_bad(row, error, reader.data.bad_rows)
         if time.monotonic() > until:
             return
 
@@ -167,9 +166,10 @@ def _left_out(key: str, table: PromptTable, reader: RowReader) -> Iterator[Findi
     data, found = reader.data, dict[str, list[bool]]()
     for row, prompt in zip(table.rows, table.prompts, strict=True):
         for message in messages_of(prompt_of(row, data), data):
-            content = message.get("content") or ""
-            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-            words = " ".join(parts).casefold().split()
+            content = message.get("content")  # of a tool anything
+            parts = content if isinstance(content, list) else [content]
+            texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+            words = " ".join(text for text in texts if isinstance(text, str)).casefold().split()
             if words and message["role"] != "assistant":
                 found.setdefault(message["role"], []).append(max(words, key=len) in prompt.casefold())
     absent = [role for role, seen in found.items() if not any(seen)]

@@ -120,7 +120,8 @@ def first_rows(config: DataConfig, codec: TokenizerFile, chats: ChatRenderer | N
 
 
 def _rows(config: DataConfig, reader: ExampleReader) -> Iterator[DataRow]:
-    return read_rows(reader.source.path, split="", base=Path(config.spec_dir), max_rows=reader.data.max_rows)
+    most = reader.data.max_rows if reader.source in reader.data.sources else None  # those of an evaluation are all read
+    return read_rows(reader.source.path, split="", base=Path(config.spec_dir), max_rows=most)
 
 
 def _readers(config: DataConfig, codec: TokenizerFile, chats: ChatRenderer | None) -> dict[str, ExampleReader]:

@@ -14,8 +14,8 @@ from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.chat.chat_renderer import ChatRenderer
-from workers.data.conversations import BadRow, checked_messages, rendered, tools_of
-from workers.data.row_source import DataRow, DroppedRows
+from workers.data.conversations import checked_messages, no_template, rendered, tools_of
+from workers.data.row_source import BadRow, DataRow, DroppedRows
 from workers.joined_text import TextTokens, begun
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _rendered(
             if not text:
                 raise BadRow("the prompt is empty")
         except BadRow as error:
-            table.drop_bad(row, str(error), reader.data.bad_rows)
+            table.drop_bad(row, error, reader.data.bad_rows)
         else:
             yield row, text
 
@@ -181,8 +181,8 @@ class RowReader:
             return messages_of(prompt, self.data)
         if isinstance(prompt, str):
             return prompt
-        why = "the tokenizer has no chat template" if self.data.chat != "never" else 'data.chat = "never"'
-        raise BadRow(f"column {self.data.prompt_column!r} is {type(prompt).__name__}, not text, and {why}")
+        why = f"column {self.data.prompt_column!r} is {type(prompt).__name__}, not text"
+        raise no_template(why, self.data.chat) if isinstance(prompt, list) else BadRow(why)
 
     def _check_columns(self, values: Mapping[str, Any]) -> None:
         check_columns(values, self.columns, self.data.answer_column if self.needs_answer else "")
@@ -234,7 +234,7 @@ def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) 
     """Count a prompt that is too long or empty; return True if it may be drawn."""
     table.longest_prompt_tokens = max(table.longest_prompt_tokens, len(ids))
     if not ids:
-        problem = "the prompt has no tokens: the tokenizer drops all of its characters"
+        problem = BadRow("the prompt has no tokens: the tokenizer drops all of its characters")
         table.drop_bad(row, problem, data.bad_rows)
         return False
     if len(ids) <= data.max_prompt_tokens:

@@ -7,10 +7,10 @@ from typing import Any
 
 from specs.errors import DataError
 from specs.wire.role_config import DataConfig
-from workers.data.conversations import BadRow, tools_of
+from workers.data.conversations import tools_of
 from workers.data.examples import ExampleReader
 from workers.data.prompts import PromptTable, check_columns
-from workers.data.row_source import DataRow
+from workers.data.row_source import BadRow, DataRow
 
 
 def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConfig, *, chat: bool) -> PromptTable:
@@ -36,7 +36,7 @@ def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConf
             if len(prompt.tokens) > most:
                 raise BadRow(f"the prompt has {len(prompt.tokens)} tokens, more than the {most} of eval.generate")
         except BadRow as error:
-            table.drop_bad(row, str(error), reader.data.bad_rows)
+            table.drop_bad(row, error, reader.data.bad_rows)
             continue
         table.add(row, prompt.text, prompt.tokens)
     return table

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,14 +16,30 @@ from backends import activity
 from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX
 from specs.errors import DataError
 from specs.json_file import depth_of
-from specs.text import LFS, LFS_POINTER, not_text
+from specs.text import LFS, not_text
 from workers.data.gym_rows import gym_rows
 
 PARQUET_BATCH_ROWS = 1024
 FIRST_S = 10.0  # for the first rows, before a run: some of reasoning-gym take seconds each
 MAX_DEPTH = 200  # of a row: pydantic writes no value of more than 254 levels
-_GZIP = b"\x1f\x8b"
+_OTHERS = {  # how a file begins that is not what its name says: what it is, and the program that mends it
+    LFS.encode(): ("a pointer of Git LFS, not the file itself", "git lfs pull"),
+    b"\xff\xfe": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8"),
+    b"\x1f\x8b": ("compressed", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("compressed", "unzstd"),
+    b"\xfd7zXZ": ("compressed", "unxz"),
+    b"BZh": ("compressed", "bunzip2"),
+    b"PK\3\4": ("compressed", "unzip"),
+}
 _PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
+
+
+class BadRow(ValueError):
+    """The reason why a row cannot be learned from, or cannot become a prompt. `remedy`: what to do."""
+
+    def __init__(self, why: str, remedy: str = "fix the row") -> None:
+        super().__init__(why)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -43,10 +60,10 @@ class DroppedRows:
     dropped_overlong: int = 0
     first_overlong: str = ""
 
-    def drop_bad(self, row: DataRow, problem: str, bad_rows: str) -> None:
+    def drop_bad(self, row: DataRow, problem: BadRow, bad_rows: str) -> None:
         """Count a bad row. Raises DataError where the key `bad_rows` of the spec refuses them."""
         if bad_rows == "refuse":
-            hint = 'fix the row, or set data.bad_rows = "drop" to leave such rows out'
+            hint = f'{problem.remedy}, or set data.bad_rows = "drop" to leave such rows out'
             raise DataError(f"{row.where}: {problem}", hint=hint)
         self.dropped_bad += 1
         self.first_bad = self.first_bad or f"{row.where}: {problem}"
@@ -95,6 +112,10 @@ def _existing(source: str, base: Path) -> Path:
     path = base / Path(source).expanduser()
     if not path.is_file():
         raise DataError(f"data file {path} does not exist", hint="paths are relative to the folder of the spec file")
+    with suppress(OSError), open(path, "rb") as file:  # who reads it says why it cannot be opened
+        begin = file.read(len(LFS))
+        for what, program in (other for mark, other in _OTHERS.items() if begin.startswith(mark)):
+            raise DataError(f"data file {path} is {what}", hint=f"use `{program}`")
     return path
 
 
@@ -118,10 +139,6 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
 
 
 def _parse_line(line: bytes, where: str) -> DataRow:
-    if line.startswith(_GZIP):
-        return DataRow(where, {}, "compressed: decompress the file (gunzip)")
-    if line.startswith(LFS.encode()):
-        return DataRow(where, {}, LFS_POINTER)
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -150,7 +167,7 @@ def _parquet(path: Path) -> Iterator[DataRow]:
             for batch in file.iter_batches(PARQUET_BATCH_ROWS):
                 for values in batch.to_pylist(maps_as_pydicts=maps):
                     number += 1
-                    yield DataRow(f"{path} row {number}", _as_written(values))
+                    yield DataRow(f"{path} row {number}", _as_written(_with_json_keys(values) if maps else values))
     except UnicodeDecodeError as error:
         message = f"{path} holds text that is not UTF-8, in one of the {PARQUET_BATCH_ROWS} rows behind row {number}"
         raise DataError(message, hint="write the file again") from error
@@ -159,6 +176,14 @@ def _parquet(path: Path) -> Iterator[DataRow]:
     except (ValueError, OverflowError, KeyError) as error:  # a date after 9999, two fields or map keys of one name
         message = f"{path}: one of the {PARQUET_BATCH_ROWS} rows behind row {number} holds what Python cannot: {error}"
         raise DataError(message, hint="leave that column out, or write it as text") from error
+
+
+def _with_json_keys(value: Any) -> Any:
+    """Return a value with text for keys of maps that JSON does not know, such as dates."""
+    if isinstance(value, dict):
+        known = str | int | float
+        return {key if isinstance(key, known) else str(key): _with_json_keys(inner) for key, inner in value.items()}
+    return [_with_json_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _as_written(values: Mapping[str, Any]) -> dict[str, Any]:

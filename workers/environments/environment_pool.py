@@ -23,11 +23,10 @@ from specs.schema.environment import EnvironmentSection
 from workers.environments.environment_process import EnvironmentLost as EnvironmentLost
 from workers.environments.environment_process import EnvironmentProcess, ZygoteHandle
 from workers.environments.harness import remove_folder
-from workers.grading.grader_process import KILL_WAIT_S, encode
+from workers.grading.grader_process import KILL_WAIT_S, LOG_BYTES, encode, trim_log
 from workers.grading.reward_sources import read_sources
 from workers.watchdog import kill_marked
 
-LOG_BYTES = 64 << 20  # size limit of the log of what environments print
 _MARK = "RLCTL_ENVIRONMENTS"
 
 Chat = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -157,8 +156,7 @@ class EnvironmentPool:
         else:
             process.kill()
         self._slots.release()
-        if self.log_path.stat().st_size > LOG_BYTES:
-            os.truncate(self.log_path, 0)  # the processes append, so they continue at the new end
+        trim_log(self.log_path, LOG_BYTES)
 
 
 class Environment:

@@ -21,6 +21,7 @@ from workers.watchdog import kill_marked, signal_group
 KILL_WAIT_S = 10.0
 TICK_S = 0.1  # how often a dead process whose pipe is still open is looked for
 READ_BYTES = 1 << 16
+LOG_BYTES = 64 << 20  # size limit of a log of what people's code prints
 _MARK = "RLCTL_GRADER"
 _KEPT = ("RLCTL_RUN_ID", "RLCTL_PROCESS", "RLCTL_CHECK")  # by which is found what reward code has started
 
@@ -125,6 +126,13 @@ class GraderProcess:
 def encode(message: dict[str, Any]) -> bytes:
     """Encode a JSON line. Values that JSON does not know (dates, decimals, bytes in a Parquet row) travel as text."""
     return json.dumps(message, default=str, separators=(",", ":")).encode() + b"\n"
+
+
+def trim_log(path: Path, limit: int) -> None:
+    """Empty a log that is over its limit. The processes append, so they continue at the new end."""
+    with suppress(OSError):  # a person may have removed it
+        if path.stat().st_size > limit:
+            path.write_bytes(b"(what was printed before was over the limit and is gone)\n")
 
 
 def how_it_ended(code: int | None) -> str:

@@ -21,7 +21,7 @@ from backends import activity
 from specs.errors import RewardError
 from specs.schema.metric import Metric, metrics
 from specs.schema.rewards import MAX_SCORE
-from workers.grading.grader_process import GraderEnded, GraderProcess, encode
+from workers.grading.grader_process import LOG_BYTES, GraderEnded, GraderProcess, encode, trim_log
 from workers.grading.reward_sources import read_sources
 from workers.grading.terms import GradeRequest, Setting
 
@@ -37,7 +37,6 @@ METRICS: tuple[Metric, ...] = metrics(
 )
 JOB_SAMPLES = 64  # max samples in one message
 JOB_S = 0.005  # what a job should take at least, as far as earlier ones tell: shorter ones cost more than they grade
-LOG_BYTES = 64 << 20  # size limit of the log of what reward code prints
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class GraderPool:
         self._requests, self._grades, self._left = requests, [None] * len(requests), len(requests)
         self._queue = deque(range(len(requests)))
         self._join([self._threads.submit(self._work, worker) for worker in range(self._workers)])
-        self._trim_log()
+        trim_log(self.log_path, LOG_BYTES)
         grades = [grade for grade in self._grades if grade is not None]
         assert len(grades) == len(requests), "a sample was lost"
         return grades
@@ -198,12 +197,6 @@ class GraderPool:
         activity.count("grade")
         if not self._left:
             self._changed.notify_all()
-
-    def _trim_log(self) -> None:
-        if self.log_path.stat().st_size > LOG_BYTES:
-            with open(self.log_path, "r+b") as log:  # the processes append, so they continue at the new end
-                log.truncate(0)
-                log.write(b"(what rewards printed before was over the limit and is gone)\n")
 
 
 def too_large(label: str, value: float) -> Grade | None:

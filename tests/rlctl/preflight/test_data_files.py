@@ -47,6 +47,13 @@ def test_a_prompt_that_fits_may_come_late(tmp_path: Path) -> None:
     assert found(tmp_path, limit) == ([], []), "as asked: data.overlong drops them"
 
 
+@pytest.mark.parametrize("content", [3, ["x"], {"a": 1}, {"type": "text", "text": "12"}])
+def test_what_a_tool_has_returned_may_be_anything(tmp_path: Path, content: object) -> None:
+    chat_model(tmp_path, "{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
+    rows(tmp_path, [{"role": "user", "content": "12"}, {"role": "tool", "content": content}])
+    assert found(tmp_path, "model.path=./model", "data.max_prompt_tokens=60") == ([], [])
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -119,6 +126,13 @@ def test_rows_show_what_learns(tmp_path: Path) -> None:
     assert found.example == [[("1+1=", "seen"), ("2", "learned"), ("<eos>", "learned special")]]
     summary = "6 tokens, 2 learned (completion, with the end of each), longest 6; 1 too long"
     assert found.summary == f"first rows (1): {summary}"
+
+
+def test_rows_of_an_evaluation_are_all_read(tmp_path: Path) -> None:
+    """`data.max_rows` is about those that are learned from."""
+    (tmp_path / "eval.jsonl").write_text('{"bad": 1}\n' + '{"text": "12"}\n' * 2)
+    data, evaluation = {**ROWS, "max_rows": 1, "bad_rows": "drop"}, {"every": 1, "rows": 2, "data": "eval.jsonl"}
+    assert check_data(learned(tmp_path, [{"text": "12"}], data=data, eval=evaluation), tmp_path) == ([], [])
 
 
 @pytest.mark.parametrize("asks", [{"chat": "always"}, {"system": "Add."}])

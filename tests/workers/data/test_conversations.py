@@ -11,7 +11,6 @@ import pytest
 from specs.schema.rows import LearnFrom
 from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import (
-    BadRow,
     LearnedText,
     TurnEnds,
     checked_messages,
@@ -19,6 +18,7 @@ from workers.data.conversations import (
     learned_text,
     mask_of,
 )
+from workers.data.row_source import BadRow
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -180,9 +180,11 @@ def test_a_map_of_a_table_is_an_object_of_the_row(tmp_path: Path) -> None:
 
     of_text = arrow.map_(arrow.string(), arrow.string())
     column = arrow.array([[{"unit": "m"}], None], arrow.list_(of_text))
-    parquet.write_table(arrow.table({"prompt": ["p", "q"], "tests": column}), tmp_path / "rows.parquet")
+    by_day = arrow.array([[(datetime.date(2026, 1, 2), 3)]] * 2, arrow.map_(arrow.date32(), arrow.int64()))
+    parquet.write_table(arrow.table({"days": by_day, "tests": column}), tmp_path / "rows.parquet")
     rows = read_rows("rows.parquet", split="", base=tmp_path, max_rows=None)
-    assert [row.values["tests"] for row in rows] == [[{"unit": "m"}], None]
+    wanted = [{"days": {"2026-01-02": 3}, "tests": tests} for tests in ([{"unit": "m"}], None)]
+    assert [row.values for row in rows] == wanted, "what travels as JSON has text as keys"
 
 
 def test_messages_and_tools_of_a_table_are_as_they_were_written(
@@ -232,6 +234,23 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, codec: TextCodec, source: 
     with pytest.raises(DataError, match=words) as error:
         table_of(tmp_path, codec, train=source)
     assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("begin", "what", "program"),
+    [
+        (b"\x28\xb5\x2f\xfd\x04", "compressed", "unzstd"),
+        (b"\x1f\x8b\x08", "compressed", "gunzip"),
+        ("\ufeff{".encode("utf-16-le"), "UTF-16", "iconv"),
+        (b"version https://git-lfs.github.com", "a pointer of Git LFS", "git lfs pull"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says(begin: bytes, what: str, program: str, tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.parquet"):
+        (tmp_path / name).write_bytes(begin)
+        with pytest.raises(DataError, match=f"{name} is {what}") as error:
+            read_rows(name, split="", base=tmp_path, max_rows=None)
+        assert program in error.value.hint
 
 
 def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +335,10 @@ def test_chat_that_the_tokenizer_cannot_do(tmp_path: Path, codec: TextCodec) -> 
         table_of(tmp_path, codec, chat="always")
     with pytest.raises(DataError, match=r"data\.system has no effect"):
         table_of(tmp_path, codec, system="be brief")
+    write_jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "x"}]}])
+    with pytest.raises(DataError, match="is list, not text, and the tokenizer has no chat") as error:
+        table_of(tmp_path, codec)
+    assert error.value.hint.startswith("use an instruct model"), "the row is not to blame"
 
 
 # ── drawing ───────────────────────────────────────────────────────────────────────────────────────

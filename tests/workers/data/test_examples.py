@@ -21,11 +21,10 @@ from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import DataSection
 from specs.wire.batch import Batch
 from specs.wire.role_config import DataConfig, RowsConfig
-from workers.data.conversations import BadRow
 from workers.data.data_set import RunRows, open_rows
 from workers.data.examples import ExampleReader, build_examples, pieces
 from workers.data.prompts import RowReader, read_table
-from workers.data.row_source import DataRow
+from workers.data.row_source import BadRow, DataRow
 
 MODEL = BUILTIN_FOLDER / "tiny-bytes"
 CODEC = load_codec(str(MODEL))

@@ -17,10 +17,9 @@ from specs.schema.eval_sets import GenerateSection
 from specs.schema.objectives import Unit
 from specs.schema.rows import RowsEval, RowsSection
 from specs.wire.role_config import DataConfig, RowsConfig
-from workers.data.conversations import BadRow
 from workers.data.data_set import EVAL_IDS, RunRows, open_rows
 from workers.data.first_rows import row_findings
-from workers.data.row_source import DataRow
+from workers.data.row_source import BadRow, DataRow
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 OTHER = [{"role": "assistant", "content": "I"}]

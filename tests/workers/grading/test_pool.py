@@ -236,6 +236,8 @@ def test_what_rewards_print_goes_to_the_log_as_a_terminal_may_show_it(make_pool:
     pool = make_pool(NAUGHTY, workers=1)
     grades = pool.grade([request(how) for how in ("print", "print-no-text", "raise-no-text", "half")])
     log = pool.log_path.read_text("utf-8")
+    pool.log_path.unlink()
+    assert pool.grade([request("3")]) == [Grade((3.0,))], "nobody needs the log"
     assert "to stderr" in log
     assert '{"i": 0, "t": [99.0]}' in log, "what looks like an answer, too"
     assert "red \\x1b]0;title\\x07 half \\ud800\n" in log
