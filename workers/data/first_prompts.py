@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 from specs.builtin_tasks import PREFIX
@@ -48,7 +48,9 @@ def first_findings(config: DataConfig, codec: PromptCodec | None, chats: ChatRen
         try:
             rows = read_rows(source, split="", base=Path(config.spec_dir), max_rows=most)
             if codec is not None:
-                yield from _tokenised(config, key, source, rows, reader, codec, chats)
+                first, behind = first_of(rows, _ROWS), [*islice(rows, 1)]
+                yield from _tokenised(config, key, source, first, reader, codec, chats, whole=not behind)
+                rows = chain(behind, rows)
             if not source.startswith(PREFIX):
                 _check_later(source, rows, reader)
         except DataError as error:
@@ -95,17 +97,17 @@ def _tokenised(
     config: DataConfig,
     key: str,
     source: str,
-    rows: Iterator[DataRow],
+    rows: Sequence[DataRow],
     reader: RowReader,
     codec: PromptCodec,
     chats: ChatRenderer | None,
+    *,
+    whole: bool,
 ) -> Iterator[Finding]:
-    chunk = first_of(rows, _ROWS)
-    table = read_table(source, chunk, reader, codec, chats)
-    whole = next(rows, None) is None
-    yield from _lengths(key, table, len(chunk), reader, whole=whole)
+    table = read_table(source, rows, reader, codec, chats)
+    yield from _lengths(key, table, len(rows), reader, whole=whole)
     if len(table) and whole:
-        yield from all_held_out(config, key, len(chunk), len(table))
+        yield from all_held_out(config, key, len(rows), len(table))
     if len(table):
         yield from _lost_characters(key, table, codec)
     if len(table) and chats is not None:
