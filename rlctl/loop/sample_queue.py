@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Generation
     from rlctl.processes.calls import Call
     from specs.wire.messages import Message
-
-# What of `Scored` is no column.
-GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
 
 METRICS: tuple[Metric, ...] = (
     Metric(
@@ -301,7 +298,7 @@ def _write(folder: Path, planned: Planned, drawn: Drawn) -> dict[str, Any]:
     batch, scored = drawn.batch, drawn.scored
     columns = {**batch.columns, "reward_B": scored.reward_B, "scored_B": scored.scored_B}
     save_file({name: np.ascontiguousarray(column) for name, column in columns.items()}, _file(folder, planned.step))
-    graded = {key: value for key, value in asdict(scored).items() if key in GRADED}
+    graded = {name: value for name, value in asdict(scored).items() if not name.endswith("_B")}
     return {"step": planned.step, "start": planned.start, "end": planned.end, **graded}
 
 
@@ -316,7 +313,7 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
-    kept = {name: entry[name] for name in GRADED}
+    kept = {each.name: entry[each.name] for each in fields(Scored) if not each.name.endswith("_B")}
     kept |= {name: kind(**kept[name]) for name, kind in (("thrown", Thrown), ("greedy", Greedy)) if kept[name]}
     scored = Scored(*scores, **{**kept, "zero_terms": tuple(kept["zero_terms"])})
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))

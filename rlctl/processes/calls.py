@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from specs.errors import BatchError
-from specs.wire.batch import Batch
+from specs.wire.batch import Batch, require_columns
 from specs.wire.messages import COLUMNS, Kind, Message, Verb
 from specs.wire.wire_tensors import Buffer
 
@@ -123,7 +122,7 @@ def frames_by_rank(verb: Verb, number: int, size: int, body: Bodies, tensors: Bl
         if key not in made:
             body_json = each.model_dump(mode="json") if isinstance(each, BaseModel) else each
             arrays = columns.columns if isinstance(columns, Batch) else columns
-            _require_columns(verb, arrays)
+            require_columns(arrays, COLUMNS[verb].needs if verb in COLUMNS else (), verb)
             made[key] = Message(Kind.CALL, body_json, verb, number, arrays).frames()
     return [made[id(each), id(columns)] for each, columns in zip(bodies, blobs, strict=True)]
 
@@ -135,10 +134,3 @@ def _per_rank(what: str, value: Any, size: int) -> list[Any]:
         return [value] * size
     assert len(value) == size, f"{len(value)} {what} for {size} ranks"
     return list(value)
-
-
-def _require_columns(verb: Verb, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-    needs = COLUMNS[verb].needs if verb in COLUMNS else ()
-    missing = sorted(set(needs) - set(arrays))
-    if missing:
-        raise BatchError(f"{verb} needs the columns {', '.join(missing)}, which the batch does not have")

@@ -42,6 +42,11 @@ from specs.errors import BatchError
 Column = NDArray[Any]
 
 
+def require_columns(there: Iterable[str], needed: Iterable[str], verb: str) -> None:
+    if missing := sorted({*needed}.difference(there)):
+        raise BatchError(f"{verb} needs the columns {', '.join(missing)}, which the batch does not have")
+
+
 class Batch:
     """Columns that agree in length. `length_B` is always there."""
 
@@ -104,9 +109,7 @@ class Batch:
         return Batch({name: self[name] for name in dict.fromkeys((*names, "length_B"))})
 
     def require(self, names: Iterable[str], verb: str) -> None:
-        missing = sorted(set(names) - set(self.columns))
-        if missing:
-            raise BatchError(f"{verb} needs the columns {', '.join(missing)}, which the batch does not have")
+        require_columns(self.columns, names, verb)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> Batch:
         """The sequences at `indices`, in that order."""

@@ -75,7 +75,6 @@ class Example:
 class ExampleTable(DroppedRows):
     """Examples that can be drawn, sequence after sequence; example `i` has those from `first[i]` to `first[i + 1]`."""
 
-    source: str
     of_scores: bool = False  # the objective's, which computes the last token too
     first: array[int] = field(default_factory=lambda: array("q", [0]))
     offsets: array[int] = field(default_factory=lambda: array("q", [0]))
@@ -156,8 +155,7 @@ def build_examples(
                 hint = 'raise data.max_tokens, or set data.overlong = "drop" or "truncate"'
                 limit = f"data.max_tokens = {data.max_tokens}"
                 raise DataError(f"{row.where}: the row has {longest} tokens, more than {limit}", hint=hint)
-            table.dropped_overlong += 1
-            table.first_overlong = table.first_overlong or f"{row.where} has {longest}"
+            table.drop_overlong(row, longest)
             continue
         table.add(example)
         keep(row)
@@ -180,10 +178,7 @@ def refuse_nothing(table: ExampleTable, config: RowsConfig, rows: str = "row") -
     """Raises DataError where no row is left; `rows` says of which."""
     if not len(table):
         limit = f"data.max_tokens = {config.rows.max_tokens}"
-        why = [f"{table.dropped_overlong} are longer than {limit}"] if table.dropped_overlong else []
-        why += [f"{table.dropped_bad} are bad, the first: {table.first_bad}"] if table.dropped_bad else []
-        hint = "check the file, its columns and data.max_tokens"
-        raise DataError(f"{table.source}: no {rows} is left ({'; '.join(why) or 'it has no rows'})", hint=hint)
+        raise table.none_left(rows, limit, "check the file, its columns and data.max_tokens")
 
 
 def refuse_one_label(tables: Sequence[ExampleTable], config: RowsConfig) -> None:

@@ -40,7 +40,6 @@ class PromptTable(DroppedRows):
     """Prompts that can be drawn. `tokens` holds all of them one after another; prompt `i` is
     `tokens[offsets[i]:offsets[i + 1]]`. A row's index here is its `row_B`."""
 
-    source: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)  # as text, before the tokenizer
     wheres: list[str] = field(default_factory=list)
@@ -92,13 +91,13 @@ def read_table(
     """Build the table, only counting overlong rows; it may be empty. `chats`: the chat template, where prompts go
     through one. Raises DataError on a bad row where the spec refuses them, and ModelError when the template cannot be
     used at all."""
-    table, data = PromptTable(source), reader.data
+    data = reader.data
 
     def conversation(values: Mapping[str, Any]) -> dict[str, Any]:
         tools = tools_of(values, reader.tools_column) if reader.chat else None
         return {"messages": messages_of(prompt_of(values, data), data), "tools": tools}
 
-    table.conversation = conversation
+    table = PromptTable(source, conversation=conversation)
     texts_of_rows = _rendered(table, rows, reader, chats)
     while chunk := list(islice(texts_of_rows, ENCODE_ROWS)):
         texts = [text for _, text in chunk]
@@ -239,8 +238,7 @@ def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) 
         return False
     if len(ids) <= data.max_prompt_tokens:
         return True
-    table.dropped_overlong += 1
-    table.first_overlong = table.first_overlong or f"{row.where} has {len(ids)}"
+    table.drop_overlong(row, len(ids))
     return False
 
 
@@ -254,7 +252,5 @@ def refuse_overlong_or_empty(table: PromptTable, data: DataSection) -> None:
             hint='raise data.max_prompt_tokens, or set data.overlong = "drop"',
         )
     if not len(table):
-        why = [f"{table.dropped_overlong} are longer than {limit}"] if table.dropped_overlong else []
-        why += [f"{table.dropped_bad} are bad, the first: {table.first_bad}"] if table.dropped_bad else []
         hint = "check the file, data.prompt_column, data.template and data.max_prompt_tokens"
-        raise DataError(f"{table.source}: no prompt is left ({'; '.join(why) or 'the file has no rows'})", hint=hint)
+        raise table.none_left("prompt", limit, hint)

@@ -19,15 +19,14 @@ def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConf
     the template cannot be used at all."""
     answer, most = config.answer_column if config.needs_answer else "", config.max_prompt_tokens
     columns = tuple(filter(None, dict.fromkeys((answer, *config.needs_columns))))
-    table = PromptTable(reader.source.path)
 
     def conversation(values: Mapping[str, Any]) -> dict[str, Any]:
         asked = reader.asked(values, chat=chat)
         if isinstance(asked, str):
             return {"messages": [{"role": "user", "content": asked}]}
-        return {"messages": [*map(dict, asked)], "tools": tools_of(values, reader.source.tools_column)}
+        return {"messages": asked, "tools": tools_of(values, reader.source.tools_column)}
 
-    table.conversation = conversation
+    table = PromptTable(reader.source.path, conversation=conversation)
     for row in rows:
         try:
             prompt = reader.prompt(row, chat=chat)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,12 @@ class DataRow:
     problem: str = ""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class DroppedRows:
     """Count the rows of a source that are left out."""
 
+    source: str
+    _: KW_ONLY
     dropped_bad: int = 0
     first_bad: str = ""
     dropped_overlong: int = 0
@@ -67,6 +69,16 @@ class DroppedRows:
             raise DataError(f"{row.where}: {problem}", hint=hint)
         self.dropped_bad += 1
         self.first_bad = self.first_bad or f"{row.where}: {problem}"
+
+    def drop_overlong(self, row: DataRow, tokens: int) -> None:
+        self.dropped_overlong += 1
+        self.first_overlong = self.first_overlong or f"{row.where} has {tokens}"
+
+    def none_left(self, what: str, limit: str, hint: str) -> DataError:
+        """Return the error of a source that has lost all. `limit`: of tokens, as the spec says it."""
+        why = [f"{self.dropped_overlong} are longer than {limit}"] if self.dropped_overlong else []
+        why += [f"{self.dropped_bad} are bad, the first: {self.first_bad}"] if self.dropped_bad else []
+        return DataError(f"{self.source}: no {what} is left ({'; '.join(why) or 'it has no rows'})", hint=hint)
 
 
 def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> Iterator[DataRow]:

@@ -63,11 +63,15 @@ class SignalWatch:
         if excluded := metrics.get("correction/not_finite", 0):
             yield "correction/not_finite", f"{excluded} tokens left out: the actor's log-prob is not finite."
         if scored.thrown is not None and not scored.thrown.signal:
-            yield "reward/silent_groups", self._silent(scored.thrown.refills)
+            refills = scored.thrown.refills
+            words = f"in every group all scores are equal, after {refills} refills too: nothing to learn."
+            yield "reward/silent_groups", words
         if metrics["rollout/finished"] < FEW_FINISH:
             yield "rollout/finished", self._truncated(metrics["rollout/finished"])
         if lone := metrics.get("reward/lone_groups", 0):
-            yield "reward/lone_groups", self._lone(lone)
+            least = self._spec.algorithm.advantage.min_group
+            words = f"groups with fewer than {least} completions that could be graded: {lone}. With nothing to compare,"
+            yield "reward/lone_groups", f"{words} their advantages are 0."
         table, masked = self._spec.algorithm.correction, metrics.get("correction/masked", 0.0)
         if table is not None and masked > MOST_MASKED:
             low, high = table.band
@@ -76,17 +80,6 @@ class SignalWatch:
                 f"algorithm.correction masks {masked:.0%} of the loss tokens: the ratio trainer / sampler is not "
                 f"within {low:g} and {high:g}. Widen the band, or lower rollout.max_staleness.",
             )
-
-    @staticmethod
-    def _silent(refills: int) -> str:
-        return f"in every group all scores are equal, after {refills} refills too: nothing to learn."
-
-    def _lone(self, groups: int) -> str:
-        least = self._spec.algorithm.advantage.min_group
-        return (
-            f"groups with fewer than {least} completions that could be graded: {groups}. With nothing to compare, "
-            "their advantages are 0."
-        )
 
     def _truncated(self, finished: float) -> str:
         limit = self._spec.data.max_response_tokens
