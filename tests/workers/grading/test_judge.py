@@ -3,6 +3,7 @@ kept on disk is whole."""
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -312,8 +313,18 @@ def test_what_failed_is_not_kept(tmp_path: Path, server: JudgeServer) -> None:
     assert [grade.values for grade in graded(tmp_path, server.base_url, ("a", "b"))[0]] == [(1.0,)] * 2
 
 
+def test_half_of_a_score_is_none_when_it_was_kept_either(tmp_path: Path, server: JudgeServer) -> None:
+    server.always = says("1", finish="length")
+    assert graded(tmp_path, server.base_url, max_score=9)[0] == [Grade((1.0,))]
+    assert graded(tmp_path, server.base_url, max_score=10)[0][0].cause == "judge_replies"
+    assert len(server.asked) == 1
+
+
 def test_several_runs_share_one_file(tmp_path: Path) -> None:
     file = tmp_path / "shared.sqlite"
+    with sqlite3.connect(file) as older:
+        older.execute("CREATE TABLE replies (key PRIMARY KEY, reply, prompt_tokens, completion_tokens)")
+        older.execute("INSERT INTO replies VALUES (?, ?, 7, 1)", [request_key("u", b"2"), b"old"])
     caches = [JudgeCache(file), JudgeCache(file)]
     for number, cache in enumerate(caches):
         cache.put(request_key("u", b"%d" % number), Reply(f"half \ud800 {number}", number, 1))
@@ -321,8 +332,9 @@ def test_several_runs_share_one_file(tmp_path: Path) -> None:
         assert [cache.get(request_key("u", b"%d" % number)) for number in range(3)] == [
             Reply("half \ud800 0", 0, 1),
             Reply("half \ud800 1", 1, 1),
-            None,
+            Reply("old", 7, 1),
         ]
+        assert cache.get("of nobody") is None
         cache.close()
 
 
