@@ -1,4 +1,4 @@
-"""Read and replace JSON files that a crash or a person may have touched; tell how deep JSON is."""
+"""Read JSON files that a crash or a person may have touched, and replace files; tell how deep JSON is."""
 
 from __future__ import annotations
 
@@ -59,8 +59,13 @@ def read_or_empty(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_object(path: Path, content: Mapping[str, Any]) -> None:
+def replace_file(path: Path, content: bytes | bytearray) -> None:
     """Replace the file in one step. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.write_bytes(content)
     os.replace(partial, path)
+
+
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace the file in one step. Raises OSError."""
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())

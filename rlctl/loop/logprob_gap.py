@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.errors import LogprobGapError
+from specs.json_file import replace_file
 from specs.schema.metric import Metric
 from specs.schema.recipes import RlSpec
 from specs.schema.roles import ACTOR, ROLLOUT
@@ -171,6 +171,4 @@ def write_batch(path: Path, batch: Batch, trainer_logprob_T: NDArray[np.float32]
 
     columns = {**batch.only(KEPT_COLUMNS).columns, "trainer_logprob_T": trainer_logprob_T}
     blob = save({name: np.ascontiguousarray(column) for name, column in columns.items()}, {HEADER: json.dumps(about)})
-    scratch = path.with_suffix(".tmp")
-    scratch.write_bytes(blob)
-    os.replace(scratch, path)
+    replace_file(path, blob)

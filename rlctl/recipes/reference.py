@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.errors import ChannelError
+from specs.json_file import replace_file
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -122,9 +123,7 @@ class PrecomputedReference(Reference):
             "length": np.array([len(each) for each in values], dtype=np.int64),
             "logprob": np.concatenate(values),
         }
-        part = self.path.with_suffix(".part")
-        part.write_bytes(encode(tensors))
-        part.replace(self.path)
+        replace_file(self.path, encode(tensors))
 
     def _read(self) -> dict[bytes, NDArray[np.float32]]:
         """Return what the file has; nothing where it was torn or does not say what its values are of."""

@@ -52,37 +52,29 @@ def row_findings(
     whole: list[ExampleTable] = []  # of the first readers
     chat = False
     for key, reader in readers.items():
-        path = show(reader.source.path)
+        path, ended = show(reader.source.path), True
         try:
             rows = _rows(config, reader)
             chunk = first_of(rows, _ROWS)
             table = build_examples(chunk, reader)
             fits(table.largest)
             chat = chat or (key != _EVAL and table.rendered)
-            if next(rows, None) is not None:  # others may be better
-                yield from _none_left(key, table, reader)
+            ended = next(rows, None) is None
+            refuse_nothing(table, reader.config, "row" if ended else f"row of the first {_ROWS}")
+            if not ended:
                 continue
-            refuse_nothing(table, reader.config)
             yield from all_held_out(config, key, len(chunk), len(table))
             whole.append(table)
             if key != _EVAL and len(whole) == len(reader.data.sources):
                 refuse_one_label(whole, reader.config)
             if len(whole) == len(reader.data.sources) + bool(reader.config.eval and reader.config.eval.data):
                 refuse_absent(whole, config)
-        except DataError as error:
-            yield Finding(key=key, message=error.message, hint=error.hint, value=path)
+        except DataError as error:  # rows that nobody has read may be better
+            yield Finding(key=key, message=error.message, hint=error.hint, value=path, refuses=ended)
         except ModelError as error:
             yield Finding(key="model.path", message=error.message, hint=error.hint, value=show(config.model_path))
             return
     yield from _prompt_findings(config, readers, chat)
-
-
-def _none_left(key: str, table: ExampleTable, reader: ExampleReader) -> Iterator[Finding]:
-    """Warn of rows of which the first are all dropped."""
-    try:
-        refuse_nothing(table, reader.config, f"row of the first {_ROWS}")
-    except DataError as error:
-        yield Finding(key=key, message=error.message, hint=error.hint, value=show(table.source), refuses=False)
 
 
 def _prompt_findings(config: DataConfig, readers: Mapping[str, ExampleReader], chat: bool) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, TextIO, cast
 
 from specs.errors import RewardError
 from specs.terminal import VisibleStream
@@ -30,7 +30,8 @@ ERROR_CHARACTERS = 500  # of an exception in one line
 
 def main() -> None:
     become_expendable()
-    requests, answers = _take_pipes()
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    hide_streams()  # reward code prints
     me = os.getpid()
 
     def answer(message: dict[str, Any]) -> None:
@@ -121,13 +122,6 @@ def describe(value: Any) -> str:
         return f"{repr(value)[:200]} ({type(value).__name__}), not a finite number"
     except Exception:  # user code
         return f"a {type(value).__name__}, not a finite number"
-
-
-def _take_pipes() -> tuple[BinaryIO, int]:
-    """Hide the pipes from reward code."""
-    requests, answers = os.dup(0), os.dup(1)
-    hide_streams()
-    return os.fdopen(requests, "rb"), answers
 
 
 def hide_streams() -> None:

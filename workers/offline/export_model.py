@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 import shutil
 import sys
 import time
 from pathlib import Path
 
 from specs.errors import RlctlError
+from specs.json_file import write_object
 from workers.watchdog import die_with_parent
 
 PROGRESS_EVERY_S = 0.2
@@ -33,9 +33,7 @@ class ProgressFile:
         if what == self._what and now - self._last < PROGRESS_EVERY_S:
             return
         self._what, self._last = what, now
-        scratch = self._path.with_suffix(".tmp")
-        scratch.write_text(json.dumps({"what": what, "done": done, "total": total}))
-        os.replace(scratch, self._path)
+        write_object(self._path, {"what": what, "done": done, "total": total})
 
 
 def main(request_path: str) -> int:
