@@ -182,11 +182,13 @@ def refuse_nothing(table: ExampleTable, config: RowsConfig, rows: str = "row") -
 
 
 def refuse_one_label(tables: Sequence[ExampleTable], config: RowsConfig) -> None:
-    """Raises DataError where all completions with a label have the same."""
-    labels = {label for table in tables for label in table.chosen}
+    """Raises DataError where all completions that are trained on have the same label."""
+    held = config.eval.rows if config.eval is not None and not config.eval.data else 0  # the last of the first source
+    labels = {*tables[0].chosen[: max(len(tables[0]) - held, 0)]}.union(*(table.chosen for table in tables[1:]))
     if config.unit == "sequence" and len(labels) == 1:
         label, sources = "true" if labels == {1} else "false", ", ".join(table.source for table in tables)
         hint = "kto learns from the difference of completions labelled true and false: add some of the other kind"
+        hint += f", not as the last {held}, which are held out" if held else ""
         raise DataError(f"{sources}: every row is labelled {label}", hint=hint)
 
 

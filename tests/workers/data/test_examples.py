@@ -340,6 +340,7 @@ def test_sources_are_mixed_by_weight_at_every_position(tmp_path: Path) -> None:
         (20, "token", {"max_tokens": 4, "overlong": "refuse"}, r"a\.jsonl:11: the row has 6 tokens, more than"),
         (20, "token", {"max_tokens": 2}, "no row is left .20 are longer than data.max_tokens = 2"),
         (1, "sequence", {}, "every row is labelled true"),
+        (2, "sequence", {"eval_rows": 1}, "every row is labelled true"),
         (20, "pair", {}, r"a\.jsonl:1: column 'chosen' is empty or missing"),
         (20, "pair", {"bad_rows": "drop"}, "no row is left .20 are bad, the first: "),
         (20, "token", {"tools_column": "x"}, "no row has the column 'x', which data.tools_column names"),
