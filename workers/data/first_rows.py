@@ -48,7 +48,15 @@ def row_findings(
 ) -> Iterator[Finding]:
     """Yield what is wrong with the first rows of each source that lies on this machine. `fits` raises DataError for a
     row of too many tokens."""
-    readers = _readers(config, codec, chats)
+    try:
+        yield from _source_findings(config, _readers(config, codec, chats), fits)
+    except ModelError as error:
+        yield Finding(key="model.path", message=error.message, hint=error.hint, value=show(config.model_path))
+
+
+def _source_findings(
+    config: DataConfig, readers: Mapping[str, ExampleReader], fits: Callable[[int], None]
+) -> Iterator[Finding]:
     whole: list[ExampleTable] = []  # of the first readers
     chat = False
     for key, reader in readers.items():
@@ -71,9 +79,6 @@ def row_findings(
                 refuse_absent(whole, config)
         except DataError as error:  # rows that nobody has read may be better
             yield Finding(key=key, message=error.message, hint=error.hint, value=path, refuses=ended)
-        except ModelError as error:
-            yield Finding(key="model.path", message=error.message, hint=error.hint, value=show(config.model_path))
-            return
     yield from _prompt_findings(config, readers, chat)
 
 

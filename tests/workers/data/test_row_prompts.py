@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_conversations import DROPS_THINKING, HEADERS, TALK
+from test_conversations import DROPS_THINKING, HEADERS, TALK, chats_of
 from test_examples import ANSWERED, ASKED, CODEC, MODEL, reader_of
 
 from specs.errors import DataError
@@ -159,6 +159,14 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, bare, {})
     with pytest.raises(DataError, match=r"a\.jsonl:17: no column 'answer'"):
         opened(tmp_path, bare, {}, bad_rows="refuse")
+
+
+def test_a_template_that_is_broken_is_the_models(tmp_path: Path) -> None:
+    """It is met with the first messages: those of prompts alone, here."""
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": ASKED, "answer": 2}))
+    config = config_of(tmp_path, ROWS, {"data": "b.jsonl"}, max_tokens=20)
+    (found,) = row_findings(config, CODEC, chats_of("{% for"))
+    assert (found.key, "is not Jinja" in found.message) == ("model.path", True)
 
 
 @pytest.mark.parametrize(
