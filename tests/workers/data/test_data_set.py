@@ -41,6 +41,18 @@ def chat_codec() -> TextCodec:
     return codec
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of files by split, which `datasets` takes for `some/rows` of the hub in the folder where a role runs."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "some" / "rows"
+    folder.mkdir(parents=True)
+    return folder
+
+
 def section(**keys: Any) -> DataSection:
     given = {"train": "rows.jsonl", "prompts_per_step": 2, "max_prompt_tokens": 32, "max_response_tokens": 8}
     return DataSection.model_validate({**given, **keys})
@@ -187,11 +199,8 @@ def test_a_map_of_a_table_is_an_object_of_the_row(tmp_path: Path) -> None:
     assert [row.values for row in rows] == wanted, "what travels as JSON has text as keys"
 
 
-def test_messages_and_tools_of_a_table_are_as_they_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_and_tools_of_a_table_are_as_they_were_written(tmp_path: Path, hub: Path) -> None:
     """The table gives each call the arguments of all other calls, as null, and `y: null` would be learned."""
-    import datasets
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -201,10 +210,7 @@ def test_messages_and_tools_of_a_table_are_as_they_were_written(
         tool = {"name": name, "parameters": {"properties": {key: {"type": "number"} for key in arguments}}}
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
         rows.append({"messages": messages, "tools": [tool], "kept": [{"in": 1, "out": None}]})
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "some" / "rows").mkdir(parents=True)
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "some" / "rows" / "train.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), hub / "train.parquet")
     for source in ("some/rows", "some/rows/train.parquet"):
         base = tmp_path if source.endswith("parquet") else tmp_path / "of the spec"
         assert [row.values for row in read_rows(source, split="train", base=base, max_rows=None)] == rows
@@ -253,15 +259,9 @@ def test_a_file_that_is_not_what_its_name_says(begin: bytes, what: str, program:
         assert program in error.value.hint
 
 
-def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of files by split, which `datasets` takes for `owner/name` in the folder where the role runs."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "some" / "rows").mkdir(parents=True)
+def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, hub: Path) -> None:
     for split, prompt in (("train", "a"), ("test", "b")):
-        (tmp_path / "some" / "rows" / f"{split}.jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "1"}}\n' * 2)
+        (hub / f"{split}.jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "1"}}\n' * 2)
     folder = tmp_path / "of the spec"
     assert table_of(folder, codec, train="some/rows").prompts == ["a", "a"]
     assert table_of(folder, codec, train="some/rows", split="test").prompts == ["b", "b"]
@@ -269,18 +269,12 @@ def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest
     assert data.prompts("eval", "heldout").table.prompts == ["b", "b"]
 
 
-def test_a_row_of_the_hub_that_python_cannot_hold(
-    tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
+def test_a_row_of_the_hub_that_python_cannot_hold(tmp_path: Path, codec: TextCodec, hub: Path) -> None:
     import pyarrow as arrow
     from pyarrow import parquet
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "some" / "rows").mkdir(parents=True)
     table = arrow.table({"prompt": ["a"], "answer": ["1"], "day": arrow.array([4 * 10**17], arrow.timestamp("us"))})
-    parquet.write_table(table, tmp_path / "some" / "rows" / "train.parquet")
+    parquet.write_table(table, hub / "train.parquet")
     with pytest.raises(DataError, match="a row behind row 0 cannot be read: date value"):
         table_of(tmp_path / "of the spec", codec, train="some/rows")
 

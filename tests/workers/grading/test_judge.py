@@ -58,10 +58,13 @@ def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys
 # ── what goes out, what comes back ────────────────────────────────────────────────────────────────
 
 
-def test_a_request_says_what_the_spec_says(tmp_path: Path, server: JudgeServer) -> None:
+def test_a_request_says_what_the_spec_says_and_is_counted(tmp_path: Path, server: JudgeServer) -> None:
     keys = {"prompt": "{topic}: {prompt}{completion} ({answer})", "system": "Be fair.", "body": {"top_p": 0.5}}
-    server.always = says("7.5")
-    assert graded(tmp_path, server.base_url, **keys)[0] == [Grade((7.5,))]
+    server.always = says("7.5", 100, 3)
+    grades, counts = graded(tmp_path, server.base_url, prompt_price=1.0, completion_price=2.0, **keys)
+    assert grades == [Grade((7.5,))]
+    tokens = {"judge_prompt_tokens": 100, "judge_completion_tokens": 3, "judge_cost": pytest.approx(106e-6)}
+    assert counts == {"judge_requests": 1, "judge_retries": 0, "judge_cached": 0, "judge_waited_s": 0, **tokens}
     (asked,) = server.asked
     system = {"role": "system", "content": "Be fair."}
     user = {"role": "user", "content": "sums: 2 + 2 =5 (4)"}
@@ -70,13 +73,6 @@ def test_a_request_says_what_the_spec_says(tmp_path: Path, server: JudgeServer) 
         {"top_p": 0.5, "model": "m", "messages": [system, user]},
     )
     assert asked.headers["Authorization"] == f"Bearer {KEY}"
-
-
-def test_what_a_judge_cost(tmp_path: Path, server: JudgeServer) -> None:
-    server.always = says("7.5", 100, 3)
-    _, counts = graded(tmp_path, server.base_url, prompt_price=1.0, completion_price=2.0)
-    tokens = {"judge_prompt_tokens": 100, "judge_completion_tokens": 3, "judge_cost": pytest.approx(106e-6)}
-    assert counts == {"judge_requests": 1, "judge_retries": 0, "judge_cached": 0, "judge_waited_s": 0, **tokens}
 
 
 def test_a_reply_without_text_costs_what_it_took(tmp_path: Path, server: JudgeServer) -> None:
