@@ -55,14 +55,6 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class RowPrompt:
-    """Hold what a row's answer continues, as text and as tokens."""
-
-    text: str
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
 class Example:
     """Hold what a row teaches: one sequence, or a chosen one and then a rejected one."""
 
@@ -270,9 +262,9 @@ class ExampleReader:
             self._check(sequence)
         return example
 
-    def prompt(self, row: DataRow, *, chat: bool) -> RowPrompt:
-        """Return what the row's answer continues (`asked`), written as it is where the answer is learned. Raises
-        BadRow."""
+    def prompt(self, row: DataRow, *, chat: bool) -> tuple[str, list[int]]:
+        """Return what the row's answer continues (`asked`) as text and as tokens, written as it is where the answer is
+        learned. Raises BadRow."""
         if row.problem:
             raise BadRow(row.problem)
         asked = self.asked(row.values, chat=chat)
@@ -280,9 +272,9 @@ class ExampleReader:
             (tokens,) = begun(self.codec, [asked])
             if not tokens:
                 raise BadRow("the prompt has no tokens: the tokenizer drops all of its characters")
-            return RowPrompt(asked, tokens)
+            return asked, tokens
         text = rendered(self._template(), asked, self._tools(row.values))
-        return RowPrompt(text, self._located(text)[0])
+        return text, self._located(text)[0]
 
     def asked(self, values: Mapping[str, Any], *, chat: bool) -> str | list[Message]:
         """Return what comes before the answer that a row ends in: text, or messages for the chat template. `chat`:

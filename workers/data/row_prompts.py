@@ -29,15 +29,15 @@ def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConf
     table = PromptTable(reader.source.path, conversation=conversation)
     for row in rows:
         try:
-            prompt = reader.prompt(row, chat=chat)
+            text, tokens = reader.prompt(row, chat=chat)
             check_columns(row.values, columns, answer)
-            table.longest_prompt_tokens = max(table.longest_prompt_tokens, len(prompt.tokens))
-            if len(prompt.tokens) > most:
-                raise BadRow(f"the prompt has {len(prompt.tokens)} tokens, more than the {most} of eval.generate")
+            table.longest_prompt_tokens = max(table.longest_prompt_tokens, len(tokens))
+            if len(tokens) > most:
+                raise BadRow(f"the prompt has {len(tokens)} tokens, more than the {most} of eval.generate")
         except BadRow as error:
             table.drop_bad(row, error, reader.data.bad_rows)
             continue
-        table.add(row, prompt.text, prompt.tokens)
+        table.add(row, text, tokens)
     return table
 
 

@@ -55,9 +55,9 @@ def test_a_prompt_is_what_stands_before_the_answer_that_is_learned(
     learned = reader.example(row).sequences[0]
     at = max(n for n, mask in enumerate(learned.mask) if mask and not learned.mask[n - 1])
     for alone in (False, True):  # how a prompt without an answer would be written changes nothing here
-        prompt, asked = reader.prompt(row, chat=alone), reader.asked(values, chat=alone)
-        assert prompt.tokens == learned.tokens[:at]
-        assert CODEC.decode([prompt.tokens], special_tokens=True)[0].endswith(prompt.text)
+        (text, tokens), asked = reader.prompt(row, chat=alone), reader.asked(values, chat=alone)
+        assert tokens == learned.tokens[:at]
+        assert CODEC.decode([tokens], special_tokens=True)[0].endswith(text)
         assert isinstance(asked, str) or not any("train" in message for message in asked)
 
 
@@ -65,8 +65,8 @@ def test_a_prompt_is_what_stands_before_the_answer_that_is_learned(
     ("chat", "begins"), [(False, "one?"), (True, "<|im_start|>user\none?<|im_end|>\n<|im_start|>a")]
 )
 def test_a_prompt_without_an_answer_goes_the_way_of_the_rows_that_are_learned(chat: bool, begins: str) -> None:
-    prompt = reader_of().prompt(DataRow("", {"prompt": "one?", "answer": "1"}), chat=chat)
-    assert prompt.text.startswith(begins)
+    text, _ = reader_of().prompt(DataRow("", {"prompt": "one?", "answer": "1"}), chat=chat)
+    assert text.startswith(begins)
 
 
 @pytest.mark.parametrize(
