@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +319,7 @@ def test_half_of_a_score_is_none_when_it_was_kept_either(tmp_path: Path, server:
 
 def test_several_runs_share_one_file(tmp_path: Path) -> None:
     file = tmp_path / "shared.sqlite"
-    with sqlite3.connect(file) as older:
+    with closing(sqlite3.connect(file)) as older, older:
         older.execute("CREATE TABLE replies (key PRIMARY KEY, reply, prompt_tokens, completion_tokens)")
         older.execute("INSERT INTO replies VALUES (?, ?, 7, 1)", [request_key("u", b"2"), b"old"])
     caches = [JudgeCache(file), JudgeCache(file)]
