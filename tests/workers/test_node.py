@@ -10,8 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from probe_groups import wait_until
 
+from rlctl.processes import node_connection
 from rlctl.processes.launch import remote_script
 from rlctl.processes.node_connection import NodeConnection
 from rlctl.processes.shells import LocalShell
@@ -29,10 +31,12 @@ time.sleep(600)
 """
 
 
-def test_a_supervisor_that_is_stopped_is_silent(tmp_path: Path) -> None:
+def test_a_supervisor_that_is_stopped_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_connection, "_PAUSE_S", 0.5)
+    beats_often = "from workers import node; node._BEAT_S = 0.2; node.Supervisor().run()"
     mark, log = f"SECRET=of {tmp_path}", tmp_path / "log"
     env = {**os.environ, "PYTHONPATH": str(package_root()), "SECRET": f"of {tmp_path}"}
-    script = remote_script({}, [sys.executable, "-m", "workers.node"])
+    script = remote_script({}, [sys.executable, "-c", beats_often])
     connection = NodeConnection("there", LocalShell(("sh",), env, log), script, log)
 
     def silent_s() -> float:
@@ -43,12 +47,12 @@ def test_a_supervisor_that_is_stopped_is_silent(tmp_path: Path) -> None:
     (pid,) = pids_marked(mark)
     try:
         os.kill(pid, signal.SIGSTOP)
-        assert wait_until(lambda: silent_s() > 6)
-        os.kill(pid, signal.SIGCONT)
-        assert wait_until(lambda: silent_s() < 1, 5), "it says that it lives"
-        assert wait_until(lambda: silent_s() > 1)
-        time.sleep(2.5)
+        assert wait_until(lambda: silent_s() > 1.2)
+        time.sleep(0.7)
         assert silent_s() == 0, "nobody listened meanwhile"
+        assert wait_until(lambda: silent_s() > 1.2)
+        os.kill(pid, signal.SIGCONT)
+        assert wait_until(lambda: silent_s() < 0.2, 5), "it says that it lives"
     finally:
         os.kill(pid, signal.SIGCONT)
         connection.close()

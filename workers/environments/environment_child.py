@@ -129,7 +129,7 @@ class Session:
         self._held: set[asyncio.Task[None]] = set()
         self._began = os.getcwd(), dict(os.environ)
         asyncio.set_event_loop(self._loop)
-        _limit_memory(memory_MiB)
+        self._reusable_bytes = _limit_memory(memory_MiB) - (memory_MiB << 18)  # a quarter of that is left
 
     def serve(self) -> None:
         self._pipe.send(self._describe())
@@ -276,7 +276,7 @@ class Session:
         }
 
     def _end(self) -> bool:
-        """Drop the instance; return whether nothing of the episode is left running."""
+        """Drop the instance; return whether nothing of the episode is left running, or in much of the memory."""
         instance, self._instance, self._harness = self._instance, None, None
         if self._loaded.mode == "text" and callable(getattr(instance, "close", None)):
             self._finish(instance.close())
@@ -285,6 +285,8 @@ class Session:
         if os.environ != variables:
             os.environ.clear()
             os.environ.update(variables)
+        if _data_bytes() > self._reusable_bytes:
+            return False
         tasks = asyncio.all_tasks(self._loop)
         return children() == self._servers and threads() <= self._own_threads and tasks <= self._own_tasks
 
@@ -310,12 +312,17 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
 
 
-def _limit_memory(memory_MiB: int) -> None:
-    """Limit what this process and each that it starts may allocate beyond what it has now. Address space is no measure:
-    interpreters of other languages reserve much more than they use."""
-    now = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    limit = now + (memory_MiB << 20)
+def _limit_memory(memory_MiB: int) -> int:
+    """Limit what this process and each that it starts may allocate beyond what it has now; return the limit in bytes.
+    Address space is no measure: interpreters of other languages reserve much more than they use."""
+    limit = _data_bytes() + (memory_MiB << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return limit
+
+
+def _data_bytes() -> int:
+    """Return what this process has allocated, as RLIMIT_DATA counts it."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def _seed_generators(seed: Any) -> None:

@@ -91,12 +91,11 @@ class EnvironmentPool:
         """Return what the user's code is. Raises RewardError where it cannot be run."""
         try:
             process = await self._fork()
-        except EnvironmentLost as lost:
+        except BaseException as error:
             await self.close()
-            hint = lost.hint or f"see {self.log_path}"
-            raise RewardError(f"the environment cannot start: {lost}", hint=hint) from None
-        except BaseException:
-            await self.close()
+            if isinstance(error, EnvironmentLost):
+                hint = error.hint or f"see {self.log_path}"
+                raise RewardError(f"the environment cannot start: {error}", hint=hint) from None
             raise
         self._idle.append(process)
         return Described(**{**process.description, "tools": tuple(process.description["tools"])})
@@ -271,4 +270,5 @@ def _move(source: Path, place: Path) -> None:
     if source.exists():
         remove_folder(place)  # of an attempt that was begun before
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(source, place)
+        with suppress(shutil.Error):  # sockets and pipes cannot be copied to another file system; all else was
+            shutil.move(source, place)

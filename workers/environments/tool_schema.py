@@ -98,9 +98,9 @@ def _with_members(hint: Any, value: Any) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
-    if origin is list and isinstance(value, list):
+    if origin is list and inner and isinstance(value, list):
         return [_with_members(inner[0], each) for each in value]
-    if origin is dict and isinstance(value, dict):
+    if origin is dict and inner and isinstance(value, dict):
         return {key: _with_members(inner[1], each) for key, each in value.items()}
     if origin in (Union, types.UnionType) and value is not None:
         members = [each for each in inner if each is not type(None)]

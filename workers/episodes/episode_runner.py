@@ -119,26 +119,15 @@ class EpisodeRunner:
     # ── what an episode needs ─────────────────────────────────────────────────────────────────────
 
     def _tasks(self, call: Request[bodies.Episodes]) -> list[Task]:
-        batch, rows = call.batch, call.body.rows
-        environment_of = {number: self._environment_of(row) for number, row in rows.items()}
+        batch, found = call.batch, list[Task]()
         prompts = batch.sequences("tokens_T")
         greedy_B = batch.columns.get("greedy_B", np.zeros(len(batch), np.uint8)).tolist()
         names = zip(*(batch[f"{name}_B"].tolist() for name in ("id", "group", "rollout", "row")), strict=True)
-        return [
-            Task(
-                id_,
-                group,
-                rollout,
-                row,
-                bool(greedy_B[index]),
-                _seed_of(self._config.seed, group),
-                prompts[index].tolist(),
-                rows[str(row)].values,
-                rows[str(row)].messages or (),
-                environment_of[str(row)],
-            )
-            for index, (id_, group, rollout, row) in enumerate(names)
-        ]
+        for index, (id_, group, rollout, number) in enumerate(names):
+            row, seed = call.body.rows[str(number)], _seed_of(self._config.seed, group)
+            whose = id_, group, rollout, number, bool(greedy_B[index]), seed, prompts[index].tolist()
+            found.append(Task(*whose, row.values, row.messages or (), self._environment_of(row)))
+        return found
 
     def _environment_of(self, row: bodies.Row) -> str:
         """Return the name of a row's environment; a row without one was refused when it was read."""

@@ -24,10 +24,7 @@ class OpenAICompletions(Wire):
         for key, plain in (("n", 1), ("best_of", 1), ("echo", False), ("suffix", None)):
             if body.get(key) not in (None, plain):
                 raise RefusedRequest(f"{key} = {body[key]} is not supported")
-        return ChatRequest(
-            prompt=prompt,
-            max_tokens=tokens_of(body.get("max_tokens"), "max_tokens"),
-        )
+        return ChatRequest(prompt=prompt, max_tokens=tokens_of(body.get("max_tokens"), "max_tokens"))
 
     def write(self, reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
         total = reply.prompt_tokens + reply.completion_tokens

@@ -218,11 +218,7 @@ class EnvironmentTrial:
 
     def _prove(self, chat: ChatTurns, messages: Sequence[Mapping[str, Any]], call: ToolCall | None, reply: str) -> None:
         proof = chat.prove(messages, call, reply, _STEP)
-        self.found |= {
-            "turn": proof.parsed.text.strip(),
-            "turn_ids": proof.turn_ids,
-            "suffix_ids": proof.suffix_ids,
-        }
+        self.found |= {"turn": proof.parsed.text.strip(), "turn_ids": proof.turn_ids, "suffix_ids": proof.suffix_ids}
 
     def _problem(self, key: str, message: str, hint: str, *, refuses: bool = True) -> None:
         self.problems.append(Finding(key=key, message=message, hint=hint, refuses=refuses).model_dump())

@@ -131,7 +131,7 @@ class Shop:
 
 
 def test_code_that_hangs_or_ends_the_process_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.check.environments.START_TIMEOUT_S", 8.0)
+    monkeypatch.setattr("rlctl.check.environments.START_TIMEOUT_S", 4.0)
     sleep = "import time; time.sleep(600)"
     code = {
         "start": f"{SHOP}\n{sleep}\n",
@@ -146,7 +146,7 @@ def test_code_that_hangs_or_ends_the_process_is_given_up(tmp_path: Path, monkeyp
     sets = {**SETS, "data.environment_column": "kind", "environment": shops}
     files = {"rows.jsonl": rows, **{f"{name}.py": text for name, text in code.items()}}
     found = examine(write_case({"set": sets, "files": files}, tmp_path), ())
-    wanted = {"environment.0.path": "not ready after 8 s", "environment.3.path": "the process ended with status 7"}
+    wanted = {"environment.0.path": "not ready after 4 s", "environment.3.path": "the process ended with status 7"}
     assert_problems(wanted, found.problems)
     assert_problems({"environment.2.path": "raise environment.2.call_timeout_s"}, found.warnings)
     _, call, _, end = found.environments

@@ -123,6 +123,9 @@ CODE = '''
         def _leave_a_thread(self):
             threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
+        def _leave_memory(self):
+            Naughty.left = bytearray(200 << 20)
+
         async def _in_a_thread(self):
             return await asyncio.to_thread(str, "done")
 
@@ -229,16 +232,16 @@ async def test_a_process_serves_the_next_episode_unless_told_otherwise(tmp_path:
         assert ended(int(pids[0]))
 
 
-async def test_a_thread_that_an_episode_leaves_ends_with_it(tmp_path: Path) -> None:
+async def test_a_thread_or_memory_that_an_episode_leaves_ends_with_it(tmp_path: Path) -> None:
     """Its process serves no other episode, unless the thread only waits for work from asyncio."""
-    async with naughty_pool(tmp_path, processes=1) as pool:
+    async with naughty_pool(tmp_path, processes=1, memory_MiB=256) as pool:
         numbers = []
-        for what in ("in_a_thread", "leave_a_thread", "in_a_thread"):
+        for what in ("in_a_thread", "leave_a_thread", "in_a_thread", "leave_memory", "leave_memory"):
             environment = await pool.open()
             numbers.append(str(await environment.reset({}, 0)).split()[0])
             assert not (await does(environment, what)).error
             await environment.close()
-        assert numbers == ["1", "2", "1"]
+        assert numbers == ["1", "2", "1", "2", "1"]
 
 
 async def test_where_an_episode_went_and_what_it_set_ends_with_it(tmp_path: Path) -> None:

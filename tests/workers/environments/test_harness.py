@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -45,6 +46,7 @@ AGENT = """
         open("answer.txt", "w").write(ask(prompt))
         files, home = sorted(os.listdir(".")), os.listdir(os.environ["HOME"])
         print(json.dumps({"env": dict(os.environ), "files": files, "home": home}))
+        os.mkfifo("pipe")
     elif how == "fails":
         ask(prompt)
         sys.exit("no idea")
@@ -140,9 +142,14 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+def no_rename(*_: object) -> None:
+    raise OSError(errno.EXDEV, "another file system")
+
+
 def test_an_episode_of_a_program(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches the model, is given no more than it should, and its reward sees what it left."""
     monkeypatch.setenv("SECRET_OF_THIS_MACHINE", "x")
+    monkeypatch.setattr(os, "rename", no_rename)
     env = {"GREETING": "{name}, {prompt}", "MODEL": "{model}", "LITERAL": "${HOME} {unknown} {}"}
     (bench.folder / "logs").mkdir()
     bench.log = bench.folder / "logs" / "log"

@@ -205,18 +205,6 @@ async def test_titles_and_memories_are_not_the_agents_work(learn_from: str, lear
         assert [note["learned"] for note in notes] == [learn_from == "all", True, learn_from == "all"]
 
 
-async def test_what_was_read_is_drawn_again_and_what_nobody_read_is_not_learned() -> None:
-    async with serving([f"{text}{END}" for text in ("One.", "Two.", "Three.")]) as served:
-        replies = [await ask(served, [asked(TASK)]) for _ in range(2)]
-        assert [reply.content for reply in replies] == ["One.", "Two."]
-        lost, same = (served.episode.ask(WIRE.read({"messages": [asked(f"Again: {TASK}")]})) for _ in range(2))
-        assert lost is same, "no reply to it has arrived"
-        await lost.reply
-        served.episode.settle()
-        assert [note["learned"] for note in served.episode.trajectory.record()["requests"]] == [True, True, False]
-        assert "".join(map(served.written, served.samples)) == f"One.{END}Two.{END}"
-
-
 async def test_the_systems_text_is_changed_in_the_middle() -> None:
     """A new root of the same rollout that is learned from: there is no proof that the model had said it after this."""
     async with serving([call(city="Rome"), f"Hot.{END}"]) as served:

@@ -120,14 +120,6 @@ CODE = '''
             await client.chat([*task["messages"], {"role": "user", "content": reply}])
         return 1.0
 
-    async def by_turns(task, client):
-        """Two conversations, one after the other and back."""
-        both = [[*task["messages"], {"role": "user", "content": who}] for who in "AB"]
-        for reply in task["replies"]:
-            for messages in both:
-                messages.append(await client.chat(messages))
-                messages.append({"role": "user", "content": reply})
-
     async def at_once(task, client):
         """Two at once, then the first goes on, then it takes too long."""
         both = [[*task["messages"], {"role": "user", "content": who}] for who in "AB"]
@@ -173,7 +165,7 @@ CODE = '''
     async def sends(task, client):
         await client.chat(**task["request"])
 
-    ALL = (appends, counts, forgets, by_turns, at_once, votes, copes, waits_no_longer, stumbles, sends)
+    ALL = (appends, counts, forgets, at_once, votes, copes, waits_no_longer, stumbles, sends)
     AGENTS = {each.__name__: each for each in ALL}
 
     async def agent(task, client):
@@ -372,15 +364,8 @@ def test_calls_of_tools(stage: Stage) -> None:
     assert stage.text(sample.tokens).endswith(tail)
     assert stage.written(sample) == f"{two}{call('pay')}well{END}"
     assert (found.tool_calls, found.tool_errors, found.reward) == (3, 1, 1.75)
-    assert [message["role"] for message in found.messages] == [
-        "user",
-        "assistant",
-        "tool",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in found.messages] == roles
     ends = np.flatnonzero(np.diff([*sample.mask, 0]) < 0)
     assert columns_of([found])["turn_reward_T"][ends].tolist() == [1.5, 0.0, 0.25]
 
@@ -394,9 +379,8 @@ def test_a_call_that_cannot_be_read(stage: Stage, on_parse_error: str) -> None:
     assert found.reward == 1.0
     told = [one["content"] for one in found.messages if one["role"] == "tool" and "cannot be read" in one["content"]]
     assert len(told) == (on_parse_error != "end")
-    assert sample.drawn == len(
-        stage.codec.encode([BAD if on_parse_error == "end" else BAD + SAY + "x" + END], rendered=True)[0]
-    )
+    drawn = BAD if on_parse_error == "end" else BAD + SAY + "x" + END
+    assert sample.drawn == len(stage.codec.encode([drawn], rendered=True)[0])
 
 
 def test_a_reward_for_a_masked_turn_stays_in_the_score(stage: Stage) -> None:
@@ -416,10 +400,7 @@ def test_an_empty_turn(stage: Stage) -> None:
 
 def test_max_episode_tokens_is_kept_to_the_token(stage: Stage) -> None:
     row, turns = {"steps": [["on", 0.0], ["on", 0.0]]}, ["abc" + END, "de" + END]
-    first, suffix = (
-        len(stage.codec.encode([BEGIN], rendered=True)[0]),
-        len(stage.codec.encode([user("on")], rendered=True)[0]),
-    )
+    first, suffix = map(len, stage.codec.encode([BEGIN, user("on")], rendered=True))
     second = first + 4 + suffix  # where the second turn begins
     for limit in (first, first + 1, first + 4, second, second + 1, second + 2, second + 3, second + 4):
         script = Script(stage.codec, [*turns])
@@ -502,17 +483,6 @@ def test_an_environment_that_cannot_be_had_is_a_lost_episode(stage: Stage) -> No
 # ── agents ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_agent_that_appends(stage: Stage) -> None:
-    found = stage.play("agent", ["ab" + END, "c" + END], {"does": "appends", "replies": ["on", "on"], "final": 0.5})
-    (sample,) = found.samples
-    assert stage.text(sample.tokens) == f"{BEGIN}ab{END}{user('on')}c{END}"
-    assert (found.reward, found.metrics, sample.rewards) == (
-        0.5,
-        {"said": 1.0, "more": 2.0},
-        [(len(sample.tokens) - 1, 0.5)],
-    )
-
-
 def test_metrics_of_an_agent_do_not_replace_its_conversation(stage: Stage) -> None:
     found = stage.play("agent", ["a" + END], {"does": "counts"})
     assert (found.stop, found.metrics) == ("completed", {"messages": 3.0, "stop": 0.0, "(1, 2)": 5.0})
@@ -539,19 +509,6 @@ def test_branches_of_training_are_no_samples_of_evaluations() -> None:
     assert EVAL_IDS + 1000 * EVAL_SPAN < 1 << BRANCH_BITS
 
 
-def test_an_agent_with_two_conversations(stage: Stage) -> None:
-    """Each goes on in its own sample, also when they take turns."""
-    script = Script(stage.codec, [f"{n}{END}" for n in range(4)])
-    found = stage.runner.run(stage.episode("agent", script, {"does": "by_turns", "replies": ["on", "off"]}))
-    assert (found.stop, [number for number, _, _ in script.asked]) == ("completed", [0, 1, 0, 1])
-    for sample, who, said in zip(found.samples, "AB", ("02", "13"), strict=True):
-        first, second = said
-        assert stage.text(sample.tokens).endswith(
-            f"u\n{who}{END}\n<|im_start|>a\n{first}{END}{user('on')}{second}{END}"
-        )
-        assert stage.written(sample) == f"{first}{END}{second}{END}"
-
-
 def test_requests_at_once_do_not_mix_and_do_not_stop_the_clock(stage: Stage) -> None:
     """The second is answered before the first, which then goes on; the sampler's time is not the agent's."""
     script = Script(stage.codec, ["first" + END, "second" + END, "third" + END], wait_s=0.3)
@@ -574,12 +531,14 @@ def test_an_agent_that_samples_several_answers_gets_several(stage: Stage) -> Non
 
 def test_an_agent_may_ask_for_less(stage: Stage) -> None:
     """A turn that ends where the agent wanted it to is no truncated episode, and the next follows it."""
-    row = {"does": "appends", "replies": ["on", "on"], "options": {"max_tokens": 3}}
+    row = {"does": "appends", "replies": ["on", "on"], "options": {"max_tokens": 3}, "final": 0.5}
     found = stage.play("agent", ["abcdef", "c" + END], row)
     (sample,) = found.samples
     assert found.stop == "completed"
     assert stage.text(sample.tokens) == f"{BEGIN}abc{END}{user('on')}c{END}"
     assert stage.written(sample) == f"abcc{END}"
+    assert (found.reward, sample.rewards) == (0.5, [(len(sample.tokens) - 1, 0.5)])
+    assert found.metrics == {"said": 1.0, "more": 2.0}
 
 
 def test_an_agent_that_copes_with_a_limit(stage: Stage) -> None:
