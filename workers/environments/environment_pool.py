@@ -74,8 +74,8 @@ class EnvironmentPool:
         setup = {"path": section.path, "tools": section.tools, "agent": section.loop, "base": base, "command": command}
         sources = read_sources(section.files, base) if sources is None else dict(sources)
         self.folders = Path(tempfile.mkdtemp(prefix="rlctl-agents-")) if command else None
-        hello = {"setup": setup, "sources": sources, "memory_MiB": section.memory_MiB}
-        self._hello = encode({**hello, "folder": str(self.folders or "")})
+        hello = {"setup": setup, "sources": sources, "memory_MiB": section.memory_MiB, "folder": self.folders or ""}
+        self._hello = encode(hello)
         self.call_timeout_s, self.start_timeout_s, self.log_path = section.call_timeout_s, start_timeout_s, log_path
         self._servers = ", ".join(tool for tool in section.tools if tool not in section.files)
         self._env = {_MARK: secrets.token_hex(8)}
@@ -243,10 +243,9 @@ class Environment:
         self._closed = True
         clean = False
         try:
-            if reuse and not self._process.dead and not self._process.busy:
-                clean = bool((await self._ask({"do": "end"}))["clean"])
-        except EnvironmentLost:
-            pass
+            with suppress(EnvironmentLost):
+                if reuse and not self._process.dead and not self._process.busy:
+                    clean = bool((await self._ask({"do": "end"}))["clean"])
         finally:
             self._pool._take_back(self._process, clean)
             if self.folder is not None:

@@ -124,9 +124,8 @@ def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
             thought = {"type": "thinking_delta", "thinking": block["thinking"]}
             signature = {"type": "signature_delta", "signature": block["signature"]}
             return {**block, "thinking": "", "signature": ""}, [thought, signature]
-    return {**block, "input": {}}, [
-        {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-    ]
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def _stop(reply: ChatReply) -> str:

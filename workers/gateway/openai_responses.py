@@ -171,12 +171,8 @@ def _item_events(place: int, item: Mapping[str, Any]) -> Iterator[dict[str, Any]
     if part is not None:
         yield {"type": f"response.{word}.added", **at, "part": {**part, "text": ""}}
     if text:
-        yield {
-            "type": f"response.{kind}.delta",
-            **at,
-            "delta": text,
-            **({"logprobs": []} if "logprobs" in ends else {}),
-        }
+        delta = {"type": f"response.{kind}.delta", **at, "delta": text}
+        yield delta | ({"logprobs": []} if kind == "output_text" else {})
     yield {"type": f"response.{kind}.done", **at, **ends}
     if part is not None:
         yield {"type": f"response.{word}.done", **at, "part": part}

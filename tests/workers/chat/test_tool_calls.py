@@ -52,10 +52,9 @@ def elements(arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n<function=add>\n{inner}</function>\n</tool_call>"
 
 
-def minimax(arguments: dict[str, Any], *, calls: int = 1) -> str:
+def minimax(arguments: dict[str, Any]) -> str:
     inner = each('<parameter name="{}">{}</parameter>\n', arguments)
-    call = f'<invoke name="add">\n{inner}</invoke>\n'
-    return f"<minimax:tool_call>\n{call * calls}</minimax:tool_call>"
+    return f'<minimax:tool_call>\n<invoke name="add">\n{inner}</invoke>\n</minimax:tool_call>'
 
 
 def glm(arguments: dict[str, Any]) -> str:
@@ -63,9 +62,9 @@ def glm(arguments: dict[str, Any]) -> str:
     return f"<tool_call>add\n{inner}</tool_call>"
 
 
-def deepseek(*arguments: str) -> str:
-    calls = "".join(f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{one}<｜tool▁call▁end｜>" for one in arguments)
-    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
+def deepseek(arguments: str) -> str:
+    call = f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
 
 
 def gemma(value: Any) -> str:
@@ -143,15 +142,8 @@ def test_other_ways_to_write_a_form(form: CallFormat, text: str) -> None:
 @pytest.mark.parametrize(
     ("form", "text", "content"),
     [
-        (HERMES, f"Let me see.\n{hermes('{}')}\n{hermes('{}')}", "Let me see."),
         (HERMES, f"Let me see.{hermes('{}')} and {hermes('{}')} now", "Let me see. and  now"),
-        (ELEMENTS, f"So:\n\n{elements({})}\n{elements({})}", "So:"),
-        (MINIMAX, f"So:\n{minimax({}, calls=2)}", "So:"),
-        (GLM, f"So:\n{glm({})}\n{glm({})}", "So:"),
-        (GEMMA, "So:<|tool_call>call:add{}<tool_call|><|tool_call>call:add{}<tool_call|>", "So:"),
         (PYTHON, "<|tool_call_start|>[add(), add()]<|tool_call_end|>So:", "So:"),
-        (DEEPSEEK, f"So:{deepseek('{}', '{}')}", "So:"),
-        (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]', ""),
         (
             NEMOTRON,
             'So:<TOOLCALL>[{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]</TOOLCALL>',
@@ -272,16 +264,6 @@ def test_elements_are_what_their_schema_says(key: str, text: str, value: Any) ->
     [
         ('{{ "<tool_call>\\n{\\"name\\": \\"" + c.name + "\\", \\"arguments\\": " }}', HERMES),
         ("""{{ '<tool_call>\\n{"name": "' + c.name + '", "arguments": ' }}""", HERMES),
-        ("{{ '<tool_call>\\n<function=' + c.name + '>' }}", ELEMENTS),
-        ("""{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}""", LLAMA),
-        ("{{ '[TOOL_CALLS][' }}", MISTRAL),
-        ("{{ '<TOOLCALL>[' }}", NEMOTRON),
-        ("{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>{{ c.arguments }}", GLM),
-        ("{{ '<invoke name=\"' + c.name }}", MINIMAX),
-        ("{{ '<｜tool▁call▁begin｜>' + c.name }}", DEEPSEEK),
-        ("{{ '<|start|>assistant to=' }}{{ 'functions.' + c.name }}", HARMONY),
-        ("{{ '<|tool_call>call:' + c.name + '{' }}", GEMMA),
-        ("{{ '<|tool_call_start|>[' + calls + ']<|tool_call_end|>' }}", PYTHON),
         ("{{ '<call>' + c.name }}{{ c.arguments }}", None),
         ("{{ m.content }}", None),
     ],
