@@ -20,6 +20,7 @@ from workers.watchdog import signal_group
 
 MODEL_NAME = "rlctl"  # programs ask for a model by a name; any is answered by the one that learns
 OUTPUT_BYTES = 64 << 10  # of what it prints, the last are kept
+LOGGED_BYTES = 8 << 20  # of it, the first are logged: the log is not truncated before the episode ends
 _KEPT = re.compile(r"PATH|LANG|LC_\w+|TZ|SSL_CERT_\w+")
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
 
@@ -49,6 +50,7 @@ class HarnessRun:
     values: Mapping[str, Any]
     exit_code: int = 0
     output: bytearray = field(default_factory=bytearray)
+    _logged: int = 0
     _process: asyncio.subprocess.Process | None = None
     _stopped: bool = False
 
@@ -105,7 +107,7 @@ class HarnessRun:
             while chunk := os.read(pipe, 1 << 16):
                 self.output += chunk
                 del self.output[:-OUTPUT_BYTES]
-                os.write(1, chunk)  # to the log
+                self._logged += os.write(1, chunk[: LOGGED_BYTES - self._logged])
 
     def _fill(self) -> None:
         """Make the working directory. Raises Lost."""

@@ -23,7 +23,7 @@ from agent_gateway import END, TASK, Sampler, chat
 from specs.schema.environment import EnvironmentSection
 from workers import watchdog
 from workers.environments.environment_pool import EnvironmentPool
-from workers.environments.harness import Harness, HarnessRun
+from workers.environments.harness import LOGGED_BYTES, OUTPUT_BYTES, Harness, HarnessRun
 from workers.environments.replies import Lost
 from workers.episodes import agent_episode
 from workers.episodes.agent_episode import AgentEpisode
@@ -49,6 +49,7 @@ AGENT = """
         os.mkfifo("pipe")
     elif how == "fails":
         ask(prompt)
+        print("x" * (10 << 20), flush=True)
         sys.exit("no idea")
     elif how == "crashes":
         ask(prompt)
@@ -196,9 +197,10 @@ def test_a_title_that_nobody_waited_for_is_no_loss(bench: Bench) -> None:
     assert [any(sample.mask) for sample in found.samples] == [True, False]
 
 
-def test_an_exit_code_is_for_the_reward(bench: Bench) -> None:
+def test_an_exit_code_is_for_the_reward_and_output_without_end_fills_no_disk(bench: Bench) -> None:
     found = bench.play("fails")
-    assert (found.stop, found.notes["exit_code"], found.notes["output"]) == ("completed", 1, "no idea\n")
+    assert (found.stop, found.notes["exit_code"], found.notes["output"][-10:]) == ("completed", 1, "x\nno idea\n")
+    assert (len(found.notes["output"]), bench.log.stat().st_size) == (OUTPUT_BYTES, LOGGED_BYTES)
 
 
 def test_a_program_that_does_not_stop_is_stopped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
