@@ -196,7 +196,7 @@ class Generation:
         ]
 
     def _grade(self, batch: Batch, episodes: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
-        """Have completions that have just come in graded. `episodes`: what they are part of, by sample."""
+        """Have completions that have just come in graded. `episodes`: what they are part of, by first sample."""
         sampler = self._sampler
         needed = (*COLUMNS[Verb.SCORE].needs, *(("rollout_logprob_T",) if episodes else ()))
         rows, columns = self.prompts.rows_of(batch), batch.only(needed).columns

@@ -106,7 +106,7 @@ class Score(Body):
     what: What
     samples: list[int]
     rows: dict[str, Row]
-    episodes: dict[str, dict[str, Any]] = {}  # by sample: the conversation that it is part of, and how that ended
+    episodes: dict[str, dict[str, Any]] = {}  # by first sample: the conversation that it is part of, and how that ended
 
 
 class Scores(Answer):

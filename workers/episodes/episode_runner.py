@@ -199,11 +199,7 @@ class _Batch:
         if asked or ended:
             self._emit({"kind": "turns", "rank": rank, "ended": ended}, _turn_columns(asked) if asked else {})
         if groups:
-            records = {
-                str(one.task.sample_id(number)): one.record()
-                for one in groups
-                for number in range(max(len(one.samples), 1))
-            }
+            records = {str(one.task.id): one.record() for one in groups}
             self._emit({"kind": "samples", "rank": rank, "episodes": records}, Batch(columns_of(groups)).columns)
 
 
