@@ -14,10 +14,13 @@ import json
 import os
 import random
 import resource
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures.thread import _worker
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -42,6 +45,7 @@ from workers.environments.tool_schema import with_enums
 from workers.grading.child import as_number, describe
 
 READ_BYTES = 1 << 16
+_SETTLE_S = 0.05  # after which a thread that has given its result waits for more work
 
 
 class Pipe:
@@ -152,14 +156,8 @@ class Session:
                     add_tool(self._tools, tool)
         except RewardError as error:
             return {"error": error.message, "hint": error.hint}
-        loaded = self._loaded
-        return {
-            "mode": loaded.mode,
-            "tools": [tool.schema for tool in self._tools.values()],
-            "name": loaded.name,
-            "takes_seed": loaded.takes_seed,
-            "gives_reward": loaded.gives_reward,
-        }
+        told = {name: getattr(self._loaded, name) for name in ("mode", "name", "takes_seed", "gives_reward")}
+        return {**told, "tools": [tool.schema for tool in self._tools.values()]}
 
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         match message["do"]:
@@ -281,12 +279,15 @@ class Session:
         if self._loaded.mode == "text" and callable(getattr(instance, "close", None)):
             self._finish(instance.close())
         folder, variables = self._began
+        signal.alarm(0)
         os.chdir(folder)
         if os.environ != variables:
             os.environ.clear()
             os.environ.update(variables)
         if _data_bytes() > self._reusable_bytes:
             return False
+        if not threads() <= self._own_threads:
+            time.sleep(_SETTLE_S)
         tasks = asyncio.all_tasks(self._loop)
         return children() == self._servers and threads() <= self._own_threads and tasks <= self._own_tasks
 
@@ -309,7 +310,8 @@ def children() -> set[int]:
 
 def threads() -> set[threading.Thread]:
     """Return Python's threads, without those that wait for the next `asyncio.to_thread`."""
-    return {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
+    idle = {number for number, frame in sys._current_frames().items() if frame.f_code is _worker.__code__}
+    return {one for one in threading.enumerate() if not (one.ident in idle and one.name.startswith("asyncio_"))}
 
 
 def _limit_memory(memory_MiB: int) -> int:

@@ -29,7 +29,7 @@ from workers.environments.environment_pool import (
 )
 
 CODE = '''
-    import asyncio, ctypes, json, os, subprocess, sys, threading, time
+    import asyncio, ctypes, json, os, signal, subprocess, sys, threading, time
 
     class Naughty:
         episodes = 0
@@ -123,6 +123,9 @@ CODE = '''
         def _leave_a_thread(self):
             threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
+        async def _leave_work(self):
+            asyncio.get_running_loop().run_in_executor(None, time.sleep, 600)
+
         def _leave_memory(self):
             Naughty.left = bytearray(200 << 20)
 
@@ -133,7 +136,7 @@ CODE = '''
             return os.getppid()
 
         def _move(self):
-            before = [os.getcwd(), os.environ.get("MOVED"), os.environ.pop("HOME", None)]
+            before = [os.getcwd(), os.environ.get("MOVED"), os.environ.pop("HOME", None), signal.alarm(600)]
             os.chdir(os.path.dirname(__file__))
             os.environ["MOVED"] = "1"
             return before
@@ -236,16 +239,17 @@ async def test_a_thread_or_memory_that_an_episode_leaves_ends_with_it(tmp_path: 
     """Its process serves no other episode, unless the thread only waits for work from asyncio."""
     async with naughty_pool(tmp_path, processes=1, memory_MiB=256) as pool:
         numbers = []
-        for what in ("in_a_thread", "leave_a_thread", "in_a_thread", "leave_memory", "leave_memory"):
+        lefts = ("leave_a_thread", "in_a_thread", "leave_work", "leave_memory", "leave_memory")
+        for what in ("in_a_thread", *lefts):
             environment = await pool.open()
             numbers.append(str(await environment.reset({}, 0)).split()[0])
             assert not (await does(environment, what)).error
             await environment.close()
-        assert numbers == ["1", "2", "1", "2", "1"]
+        assert numbers == ["1", "2", "1", "2", "1", "1"]
 
 
 async def test_where_an_episode_went_and_what_it_set_ends_with_it(tmp_path: Path) -> None:
-    """The next one in its process finds the working directory and the variables as it did."""
+    """The next one in its process finds the working directory, the variables and no alarm, as it did."""
     async with naughty_pool(tmp_path, processes=1) as pool:
         found = []
         for _ in range(2):
