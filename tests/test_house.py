@@ -51,26 +51,26 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_293,
+        6_287,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
     "schema": (5_076, 4_300, ("specs/schema",)),
     "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
-    "processes": (4_580, 3_500, ("rlctl/processes", "workers/*.py")),
+    "processes": (4_572, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_506, 2_000, ("rlctl/show",)),
     "run": (3_246, 2_200, ("rlctl/run",)),
-    "grading": (1_611, 1_400, ("workers/grading",)),
+    "grading": (1_609, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        4_230,
+        4_225,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_148, 15_000, ("backends",)),
-    "four packages": (59_871, 50_000, WINGS),
+    "four packages": (59_862, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_018, 38_000, ("tests",)),
+    "tests with their cases": (49_013, 38_000, ("tests",)),
     "docs": (3_714, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures.thread import _worker
+from concurrent.futures import thread as pool_threads
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -310,7 +310,9 @@ def children() -> set[int]:
 
 def threads() -> set[threading.Thread]:
     """Return Python's threads, without those that wait for the next `asyncio.to_thread`."""
-    idle = {number for number, frame in sys._current_frames().items() if frame.f_code is _worker.__code__}
+    waits = pool_threads.__file__, "_worker"  # the innermost Python function of a thread without work
+    at = {number: frame.f_code for number, frame in sys._current_frames().items()}
+    idle = {number for number, code in at.items() if (code.co_filename, code.co_name) == waits}
     return {one for one in threading.enumerate() if not (one.ident in idle and one.name.startswith("asyncio_"))}
 
 
