@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -34,14 +35,19 @@ from rlctl.show.progress import EvalProgress
 from rlctl.show.screen import Screen, progress_screen
 from rlctl.show.text_format import number, share
 from specs.errors import Interrupted, SpecError, UsageError
+from specs.json_file import read_or_empty
+from specs.load.dotted_keys import value_at
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PLAIN
-from specs.schema.recipes import RlSpec, RowsSpec
+from specs.schema.recipes import RlSpec, RowsSpec, spec_class
+from specs.schema.role_section import Lora
 from specs.schema.roles import CRITIC, REF
+from specs.schema.sections import same_source
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 from specs.wire import bodies
 from specs.wire.messages import Verb
+from workers.saved_files import mark
 
 CALLED = {"reward_mean": "mean reward", "length_mean": "mean length", "failed": "not graded"}
 
@@ -67,8 +73,16 @@ def evaluate(
     source = SpecSource(spec_path, spec_path.absolute().parent) if spec_path else spec_source(Path(what), resume=True)
     folder = Path(what).expanduser()
     model = str(folder.absolute()) if folder.exists() else what  # the spec's own paths start elsewhere
-    more = [] if run_dir else [f"model.path={json.dumps(model)}", "model.from_scratch=false"]
-    spec = load_spec(source.path, [*overrides, *more], lambda note: None)
+    checkpoint = find(run_dir, step) if run_dir else None
+    done = checkpoint.step if checkpoint else 0
+    given = [*overrides, f"model.path={json.dumps(model)}", "model.from_scratch=false"]
+    if checkpoint is not None:
+        given = [*(_own_model(checkpoint) if spec_path else ()), *overrides]
+    spec = load_spec(source.path, given, lambda note: None)
+    if checkpoint is not None and spec.lead not in checkpoint.manifest["roles"]:
+        trained = ", ".join(checkpoint.manifest["roles"])
+        message = f"{source.path} evaluates a run's {spec.lead}, and {what} trained its {trained}"
+        raise UsageError(message, hint="name a spec whose recipe trains that, or leave it out: the run has its own")
     spec, wrong = with_run_exports(spec, source.folder, source.run_dir)
     if wrong:
         raise SpecError(wrong)
@@ -77,11 +91,9 @@ def evaluate(
     if run_dir is None and isinstance(spec, RowsSpec) and spec.needs_ref and not spec.own_ref_model:
         message = f"{source.path} compares a model with a reference, which would be the model itself"
         raise UsageError(message, hint="name the model that it started from in ref.model")
-    checkpoint = find(run_dir, step) if run_dir else None
-    done = checkpoint.step if checkpoint else 0
     if run_dir is not None:
-        _check_held_out(run_dir, spec)
-    spec = without_learning(spec, adapters=run_dir is not None)
+        _check_held_out(run_dir, spec, source.folder)
+    spec = without_learning(spec, checkpoint)
     errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out)
     errors += fit_problems(spec, source.folder, here=True)[0]
     if errors:
@@ -92,7 +104,7 @@ def evaluate(
         check_fits(checkpoint.manifest, spec, source.folder)
     run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))
     plan = plan_for_hosts(spec, source.folder, run.path)
-    run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])
+    run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=given)
     run.journal.note(EVALUATION)
     total = sum(one.samples for one in spec.evaluations)
     try:
@@ -122,11 +134,23 @@ def evaluate(
     return run.path
 
 
-def without_learning(spec: Spec, *, adapters: bool) -> Spec:
+def _own_model(checkpoint: Checkpoint) -> list[str]:
+    """Return the overrides that put the model which a run began with in place of another spec's, where it is still
+    there."""
+    own = read_own(checkpoint.path.parents[1] / "resolved.json")
+    path = str(value_at(checkpoint.manifest, ("roles", spec_class(own).lead, "model_path"), ""))
+    if not path or (os.path.isabs(path) and not Path(path).is_dir()):
+        return []
+    scratch = json.dumps(value_at(own, "model.from_scratch", False))
+    return [f"model.path={json.dumps(path)}", f"model.from_scratch={scratch}"]
+
+
+def without_learning(spec: Spec, checkpoint: Checkpoint | None) -> Spec:
     """Return the spec with what an evaluation needs: of reinforcement learning no reference and no critic; one that
-    objectives compare with is a model of its own, for the actor has learned. `adapters`: whether the model has its own;
-    a folder has none."""
-    lead = spec.lead_section if adapters else spec.lead_section.model_copy(update={"lora": None})
+    objectives compare with is a model of its own, for the actor has learned. Adapters are those of the `checkpoint`; a
+    folder has none."""
+    lora = checkpoint.manifest.get("lora", spec.lead_section.lora) if checkpoint else None
+    lead = spec.lead_section.model_copy(update={"lora": Lora.model_validate(lora) if lora else None})
     less: dict[str, Any] = {spec.lead: lead, "tracking": ()}
     if isinstance(spec, RlSpec):
         less |= {"algorithm": PLAIN, REF: None, CRITIC: None}
@@ -135,14 +159,28 @@ def without_learning(spec: Spec, *, adapters: bool) -> Spec:
     return spec.model_copy(update=less)
 
 
-def _check_held_out(run_dir: Path, spec: Spec) -> None:
-    """Raises UsageError where rows that the run trained on would count as held out."""
-    apart, now = held_out(read_own(run_dir / "resolved.json")), held_out(spec.resolved())
+def _check_held_out(run_dir: Path, spec: Spec, folder: Path) -> None:
+    """Raises UsageError where rows that the run trained on would count as held out: the last of the same source, whose
+    relative path starts at `folder`."""
+    own, now, most = read_own(run_dir / "resolved.json"), held_out(spec.resolved()), spec.data.max_rows
+    source, file = next((path, folder / Path(path).expanduser()) for path in spec.data.named.values())
+    sets, before = value_at(own, "data.sets") or (), value_at(own, "data.max_rows")
+    trained = {f"data.sets.{number}.path": one["path"] for number, one in enumerate(sets)}
+    trained = trained or {"data.train": value_at(own, "data.train", source)}
+    files = read_or_empty(run_dir / "inputs.json").get("files", {})
+    here = mark(file) if file.is_file() and os.access(file, os.R_OK) else None
+    same = [same_source(source, path) or here in files.get(key, {}).values() for key, path in trained.items()]
+    if not now or not any(same):
+        return
+    apart = held_out(own) if same[0] else 0
     if now > apart:
         message = f"the last {now} rows of data.train would be evaluated on, but the run trained on all but {apart}"
         key = "eval.prompts" if isinstance(spec, RlSpec) else "eval.rows"
         fewer = f"set {key} to {apart} or less, or " if apart else ""
         raise UsageError(message, hint=f"{fewer}name other rows in eval.data")
+    if most is not None and (before is None or most - now < before - apart):
+        message = f"data.max_rows = {most}: the last {now} of these rows are not those that the run held out"
+        raise UsageError(message, hint="leave the key as the run had it, or name other rows in eval.data")
 
 
 def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from local_run import LocalRun, local_run
-from running import finish, metrics
+from running import finish, metrics, warm_rlctl
 from test_rows_recipe import numbers, spec_of
 
 pytestmark = pytest.mark.slow
@@ -102,3 +102,10 @@ def test_eval_says_of_a_checkpoint_what_the_run_said(tmp_path: Path) -> None:
     found = json.loads(said.stdout)["sets"]["heldout"]
     assert {"loss", "reward_accuracy", "reward_mean", "pass@1"} <= found.keys()
     assert found == {name: last[name] for name in found}
+    other = tmp_path / "other.toml"  # which begins with this very run: what is evaluated began elsewhere
+    other.write_text(spec.read_text().replace('"builtin:tiny-digits"\nfrom_scratch = true', '"run"'))
+    said = finish("eval", tmp_path / "run", other, "--out", tmp_path / "other", "--json")
+    assert json.loads(said.stdout)["sets"]["heldout"] == found
+    refused = warm_rlctl("eval", tmp_path / "run", spec_of(tmp_path, "bradley_terry"))
+    assert refused.returncode == 2
+    assert "evaluates a run's reward_model" in refused.stderr

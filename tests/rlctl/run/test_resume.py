@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 from running import preset
@@ -15,6 +16,7 @@ from specs.errors import CheckpointError, UsageError
 from specs.load.load import load_spec
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_table import TrainTable
+from workers.saved_files import mark
 
 TRAINED = "model.from_scratch=false"  # adapters want it
 
@@ -53,16 +55,33 @@ def test_another_engine_is_one_line(tmp_path):
     assert sorted(allowed) == ['actor.engine.kind: "megatron" → "ddp"', "actor.engine.logits_chunk_tokens: 32 → 64"]
 
 
-def test_an_evaluation_on_rows_that_were_trained_on_says_what_to_set(tmp_path):
-    spec = load_spec(preset("quickstart", tmp_path), ["eval={every=1, prompts=8}"])
-    for resolved, hint in (
-        ({}, "name other rows"),
-        ({"eval": {"prompts": 4}}, "set eval.prompts to 4 or less, or name"),
-    ):
-        (tmp_path / "resolved.json").write_text(json.dumps(resolved))
-        with pytest.raises(UsageError) as refused:
-            check_held_out(tmp_path, spec)
-        assert refused.value.hint.startswith(hint)
+@pytest.mark.parametrize(
+    ("run", "change", "hint"),
+    [
+        ({}, "run.seed=0", "name other rows"),
+        ({"eval": {"prompts": 4}}, "run.seed=0", "set eval.prompts to 4 or less, or name"),
+        ({"data": {"train": "other.jsonl"}}, "run.seed=0", ""),
+        ({"data": {"train": "other.jsonl"}}, "data.train=same.jsonl", "name other rows"),
+        (
+            {"data": {"sets": [{"path": "builtin:products"}, {"path": "builtin:sort-digits"}]}},
+            "run.seed=0",
+            "name other",
+        ),
+        ({"eval": {"prompts": 9}}, "run.seed=0", ""),
+        ({"eval": {"prompts": 9}}, "data.max_rows=100", "leave the key"),
+        ({"eval": {"prompts": 9}, "data": {"max_rows": 99}}, "data.max_rows=98", ""),
+    ],
+)
+def test_an_evaluation_on_rows_that_were_trained_on_says_what_to_set(tmp_path, run, change, hint):
+    """Of the same source, by its name or its content; with `data.max_rows` the last rows are others."""
+    spec = load_spec(preset("quickstart", tmp_path), ["eval={every=1, prompts=8}", change])
+    (tmp_path / "resolved.json").write_text(json.dumps(run))
+    (tmp_path / "same.jsonl").write_text("{}")
+    marks = {"data.train": {"other.jsonl": mark(tmp_path / "same.jsonl")}}
+    (tmp_path / "inputs.json").write_text(json.dumps({"files": marks}))
+    with pytest.raises(UsageError) if hint else nullcontext() as refused:
+        check_held_out(tmp_path, spec, tmp_path)
+    assert not refused or refused.value.hint.startswith(hint)
 
 
 @pytest.mark.parametrize(
