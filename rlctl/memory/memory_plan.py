@@ -40,7 +40,10 @@ class MemoryPlan:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """The phases that the run has: only one with a reward model scores apart."""
+        """The phases that the run has: only one with a sampler also samples and syncs, and only one with a reward model
+        scores apart."""
+        if all(role.role != ROLLOUT for role in self.roles):
+            return tuple(moment for moment in MOMENTS if moment not in SAMPLING | {"sync"})
         scores = any(ROLES[role.role].holds == "score_model" for role in self.roles)
         return tuple(moment for moment in MOMENTS if scores or moment not in SCORING)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specs.errors import DataError
 from specs.schema.rows import LearnFrom, RowSet
+from specs.text import show
 from specs.wire.role_config import DataConfig, RowsConfig
 from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import (
@@ -242,7 +243,8 @@ class ExampleReader:
         elif self.config.unit == "sequence":
             label = values.get(source.label_column)
             if not isinstance(label, bool):
-                raise BadRow(f"column {source.label_column!r} must be true or false")
+                found = _columns(values) if label is None else f"it is {show(label)}"
+                raise BadRow(f"column {source.label_column!r} must be true or false; {found}")
             example = Example([self._completed(values, source.completion_column)], (int(label),))
         elif (shape := self._shape(values)) == "messages_column":
             messages = checked_messages(values[source.messages_column], source.messages_column)
@@ -254,8 +256,8 @@ class ExampleReader:
             example = Example([self._text(_text(values, source.text_column))], (1,))
         else:
             columns = f"{source.messages_column!r}, {source.completion_column!r} or {source.text_column!r}"
-            has = ", ".join(repr(name) for name, value in values.items() if value is not None)
-            raise BadRow(f"no column {columns}; the row has {has or 'none'}")
+            has = {name: value for name, value in values.items() if value is not None}
+            raise BadRow(f"no column {columns}; {_columns(has)}")
         if self.pad is not None:
             example = replace(example, sequences=[self._as_scored(sequence) for sequence in example.sequences])
         for sequence in example.sequences:
@@ -291,8 +293,7 @@ class ExampleReader:
         else:
             prompt = values.get(source.prompt_column)
             if prompt is None:
-                has = ", ".join(map(repr, values))
-                raise BadRow(f"no column {source.prompt_column!r} to complete; the row has {has}")
+                raise BadRow(f"no column {source.prompt_column!r} to complete; {_columns(values)}")
             if not (self._is_chat(prompt, *answered) or (chat and not answered)):
                 return _text(values, source.prompt_column)
             messages = _messages(prompt, source.prompt_column, "user")
@@ -345,7 +346,7 @@ class ExampleReader:
         margin = values.get(source.margin_column) if self.config.of_scores else None  # nothing else reads it
         for column in columns:
             if values.get(column) in (None, "", []):
-                raise BadRow(f"column {column!r} is empty or missing; the row has {', '.join(map(repr, values))}")
+                raise BadRow(f"column {column!r} is empty or missing; {_columns(values)}")
         if values[columns[0]] == values[columns[1]]:
             raise BadRow(f"columns {columns[0]!r} and {columns[1]!r} are equal")
         if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
@@ -480,10 +481,15 @@ def _whole_conversations(prompt: Any, chosen: Any, rejected: Any) -> bool:
     return begun and all(message in each for each in lists for message in asked)
 
 
+def _columns(values: Mapping[str, Any]) -> str:
+    """List the columns of a row that lacks one."""
+    return f"the row has {', '.join(map(repr, values)) or 'none'}"
+
+
 def _text(values: Mapping[str, Any], column: str) -> str:
     value = values.get(column)
     if not isinstance(value, str):
-        raise BadRow(f"no text in column {column!r}; the row has {', '.join(map(repr, values)) or 'none'}")
+        raise BadRow(f"no text in column {column!r}; {_columns(values)}")
     if not value:
         raise BadRow(f"column {column!r} is empty")
     return value

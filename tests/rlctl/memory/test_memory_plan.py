@@ -123,6 +123,10 @@ def test_the_cache_has_room_for_what_a_replica_draws(planned: Any, changes: tupl
     assert part(plan, "rollout", "KV cache") == slots * 1024 * 2 * 28 * 4 * 128 * 2
 
 
+def test_a_run_that_samples_nothing_has_no_phases_of_sampling(planned: Any) -> None:
+    assert list(planned("dpo-8gpu")["roles"]["actor"]["phases"]) == ["train", "optimizer"]
+
+
 def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
     sets = ["--set", f"model.path={tmp_path / 'model'}", "--set", "run.colocate=never"]

@@ -149,7 +149,8 @@ def test_a_prompt_that_completions_do_not_begin_with_is_never_left_out(prompt: A
         ("pair", {**PAIR, "margin": float("nan")}, {"of_scores": True}, "is not finite"),
         ("pair", {**PAIR, "margin": 1e39}, {"of_scores": True}, "is not finite"),
         ("pair", {**PAIR, "margin": -(10**400)}, {"of_scores": True}, "is not finite"),
-        ("sequence", {"prompt": "q", "completion": "a", "label": 1}, {}, "column 'label' must be true or false"),
+        ("sequence", {"completion": "a", "label": 1}, {}, "column 'label' must be true or false; it is 1"),
+        ("sequence", PAIR, {}, "must be true or false; the row has 'prompt', 'chosen', 'rejected'"),
     ],
 )
 def test_a_bad_row_is_named(unit: Unit, values: Any, data: Any, why: str) -> None:
