@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -82,21 +82,25 @@ class PrecomputedReference(Reference):
         return driver.logprobs_of(driver.ref or driver.lead)
 
     def prepare(self, driver: Driver) -> None:
-        """Compute those that the file does not have."""
+        """Compute those that the file does not have, and write them there also where that is interrupted."""
         built = driver.built[(driver.ref or driver.lead).role]
         self.model = f"{built.dtype} {built.weights_checksum}".encode()
         kept = self._read()
         wanted: tuple[Literal["all", "eval"], ...] = ("all", "eval")
-        for what in wanted:
-            for rows in self._rows(driver, what):
-                digests = self._digests(rows)
-                self.known |= {digest: kept[digest] for digest in digests if digest in kept}
-                if missing := [n for n, digest in enumerate(digests) if digest not in self.known]:
-                    rows = rows.select(np.array(missing))
-                    pieces = np.split(super().logprobs(driver, rows, 0), rows.offsets[1:-1])
-                    self.known |= zip((digests[n] for n in missing), pieces, strict=True)
-        if self.known.keys() != kept.keys():
-            self._write()
+        unread = kept  # of rows that may still come
+        try:
+            for what in wanted:
+                for rows in self._rows(driver, what):
+                    digests = self._digests(rows)
+                    self.known |= {digest: kept[digest] for digest in digests if digest in kept}
+                    if missing := [n for n, digest in enumerate(digests) if digest not in self.known]:
+                        rows = rows.select(np.array(missing))
+                        pieces = np.split(super().logprobs(driver, rows, 0), rows.offsets[1:-1])
+                        self.known |= zip((digests[n] for n in missing), pieces, strict=True)
+            unread = {}
+        finally:
+            if (known := unread | self.known).keys() != kept.keys():
+                self._write(known)
 
     def logprobs(self, driver: Driver, rows: Batch, step: int) -> NDArray[np.float32]:
         return np.concatenate([self.known[digest] for digest in self._digests(rows)])
@@ -116,10 +120,10 @@ class PrecomputedReference(Reference):
             position = bodies.RowsDrawn.of(answer).position
             yield answer.batch
 
-    def _write(self) -> None:
-        values = list(self.known.values())
+    def _write(self, known: Mapping[bytes, NDArray[np.float32]]) -> None:
+        values = list(known.values())
         tensors: dict[str, NDArray[Any]] = {
-            "digest": np.array([list(digest) for digest in self.known], dtype=np.uint8),
+            "digest": np.array([list(digest) for digest in known], dtype=np.uint8),
             "length": np.array([len(each) for each in values], dtype=np.int64),
             "logprob": np.concatenate(values),
         }

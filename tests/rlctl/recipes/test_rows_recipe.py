@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from local_run import local_run
 
-from rlctl.recipes.reference import unlike_rows
+from rlctl.recipes.reference import Reference, unlike_rows
 from specs.errors import DataError, Interrupted, NotFiniteError
 from specs.wire.batch import Batch
 
@@ -159,6 +159,22 @@ def test_a_resume_computes_what_its_file_lacks_of_the_model_before_it_learned(tm
         with local_run(spec, kept.parent, other, resume=True) as run:
             assert [numbers(record.metrics) for record in run.steps(4)] == whole[2:]
             assert numbers(run.driver.evaluate(4).metrics) == after
+
+
+def test_what_was_computed_of_a_reference_stays_where_the_rest_is_interrupted(tmp_path: Path, monkeypatch: Any) -> None:
+    spec, computed, sizes = spec_of(tmp_path, "dpo-precomputed"), Reference.logprobs, list[int]()
+
+    def interrupted(self: Reference, driver: Any, rows: Batch, step: int) -> Any:
+        sizes.append(len(rows))
+        if len(sizes) == 2:
+            raise Interrupted("Ctrl-C")
+        return computed(self, driver, rows, step)
+
+    monkeypatch.setattr(Reference, "logprobs", interrupted)
+    with pytest.raises(Interrupted), local_run(spec, tmp_path / "run"):
+        pass
+    with local_run(spec, tmp_path / "run"):
+        assert sizes == [2 * 52, 2 * 8, 2 * 8]
 
 
 def test_the_kl_is_estimated_with_the_completions_of_other_rows() -> None:
