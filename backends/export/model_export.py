@@ -101,7 +101,10 @@ def write_model(source: Source, out: Path, shard_bytes: int, progress: Progress)
         write_folder(out, whole, shard_bytes, _counting(whole, "writing", progress))
         return
     model.config.dtype = DTYPES[source.dtype]
-    tokenizer = AutoTokenizer.from_pretrained(source.model_path, trust_remote_code=source.trust_remote_code)
+    trust = {"trust_remote_code": source.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(source.model_path, **trust)
+    if (tokenizer.pad_token_id or 0) >= model.config.get_text_config().vocab_size:  # its class adds one: Qwen2's does
+        tokenizer = AutoTokenizer.from_pretrained(source.model_path, pad_token=None, **trust)
     if source.head != "lm" and model.config.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         model.config.pad_token_id = tokenizer.pad_token_id  # without one, transformers scores no batch
     model.save_pretrained(out, state_dict={})  # all files except weights

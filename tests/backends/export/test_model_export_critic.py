@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import VOCAB
 from stock_model import write_family
 from train_helpers import (
     build_engine,
@@ -125,16 +126,22 @@ def test_it_loads_as_a_classifier_with_one_output_and_starts_another(
     np.testing.assert_array_equal(again.values(of_prompts()), engine.values(of_prompts()))
 
 
-@pytest.mark.parametrize("pad", [None, "7"])
+@pytest.mark.parametrize("pad", [None, "7", ""])
 def test_a_padded_batch_is_scored_where_the_tokenizer_has_a_token_for_it(tmp_path: Path, pad: str | None) -> None:
-    """But not by the end of sequence, as which `pad` is None here: scores were trained at it."""
+    """But not by the end of sequence, as which `pad` is None here: scores were trained at it. "": the files name none,
+    and the tokenizer's class adds one that the model does not have."""
     engine, checkpoint = trained(tmp_path, head="reward")
     file = tmp_path / "model" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | ({"pad_token": pad} if pad else {})))
+    named = json.loads(file.read_text()) | ({} if pad is None else {"pad_token": pad})
+    file.write_text(json.dumps({name: one for name, one in named.items() if one != ""}))
+    content = json.loads((file := file.with_name("tokenizer.json")).read_text())
+    content["added_tokens"] += [content["added_tokens"][0] | {"id": n, "content": f"<{n}>"} for n in range(15, VOCAB)]
+    file.write_text(json.dumps(content))
     out = exported(checkpoint, head="reward")
     model = AutoModelForSequenceClassification.from_pretrained(out).eval()
-    assert (model.config.pad_token_id is None) == (pad is None)
-    if pad is not None:
+    assert (model.config.pad_token_id is None) == (not pad)
+    assert "<|endoftext|>" not in (out / "tokenizer.json").read_text()
+    if pad:
         batch = AutoTokenizer.from_pretrained(out).pad({"input_ids": PROMPTS}, return_tensors="pt")
         assert proven(source_of(checkpoint, head="reward"), out).values == 5
         np.testing.assert_allclose(model(**batch).logits[:, 0].tolist(), engine.scores(of_prompts()), atol=2e-5)
