@@ -56,10 +56,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
     "schema": (5_076, 4_300, ("specs/schema",)),
-    "memory": (1_120, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
+    "memory": (1_123, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_572, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_506, 2_000, ("rlctl/show",)),
-    "run": (3_246, 2_200, ("rlctl/run",)),
+    "run": (3_284, 2_200, ("rlctl/run",)),
     "grading": (1_609, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         4_225,
@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
-    "engines, packing, weights": (16_148, 15_000, ("backends",)),
-    "four packages": (59_862, 50_000, WINGS),
+    "engines, packing, weights": (16_151, 15_000, ("backends",)),
+    "four packages": (59_916, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_013, 38_000, ("tests",)),
+    "tests with their cases": (49_067, 38_000, ("tests",)),
     "docs": (3_714, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
