@@ -72,7 +72,7 @@ def _batch(spec: RlSpec) -> Iterator[Problem]:
                 yield from _idle(role, section, total // parts, f"{arithmetic} in {parts} mini-batches leave")
     if data.prompts_per_step < spec.rollout.processes:
         message = f"{data.prompts_per_step} prompts per step leave some replicas without work"
-        yield Problem("rollout.processes", message, f"use at most {data.prompts_per_step} processes")
+        yield Problem("rollout.processes", message, f"use at most {data.prompts_per_step}")
 
 
 def _idle(role: RoleName, section: RoleSection, units: int, arithmetic: str) -> Iterator[Problem]:
@@ -80,7 +80,7 @@ def _idle(role: RoleName, section: RoleSection, units: int, arithmetic: str) -> 
     degree = sequence_parallel_of(section)
     if units < section.processes // degree:
         ranks = f"{section.processes // degree} {'ranks' if degree == 1 else 'groups of ranks'}"
-        hint = f"use at most {units * degree} processes"
+        hint = f"use at most {units * degree}"
         yield Problem(f"{role}.processes", f"{arithmetic} some of {ranks} without work", hint)
 
 
