@@ -160,27 +160,34 @@ def without_learning(spec: Spec, checkpoint: Checkpoint | None) -> Spec:
 
 
 def _check_held_out(run_dir: Path, spec: Spec, folder: Path) -> None:
-    """Raises UsageError where rows that the run trained on would count as held out: the last of the same source, whose
+    """Raises UsageError where rows that the run trained on would count as held out: the last of the first source, whose
     relative path starts at `folder`."""
-    own, now, most = read_own(run_dir / "resolved.json"), held_out(spec.resolved()), spec.data.max_rows
-    source, file = next((path, folder / Path(path).expanduser()) for path in spec.data.named.values())
-    sets, before = value_at(own, "data.sets") or (), value_at(own, "data.max_rows")
-    trained = {f"data.sets.{number}.path": one["path"] for number, one in enumerate(sets)}
-    trained = trained or {"data.train": value_at(own, "data.train", source)}
-    files = read_or_empty(run_dir / "inputs.json").get("files", {})
-    here = mark(file) if file.is_file() and os.access(file, os.R_OK) else None
-    same = [same_source(source, path) or here in files.get(key, {}).values() for key, path in trained.items()]
+    own, now = read_own(run_dir / "resolved.json"), held_out(spec.resolved())
+    same = _same_sources(run_dir, own, spec, folder)
     if not now or not any(same):
         return
-    apart = held_out(own) if same[0] else 0
+    apart = held_out(own) if same[0] else 0  # the run held out the last rows of its first source
     if now > apart:
         message = f"the last {now} rows of data.train would be evaluated on, but the run trained on all but {apart}"
         key = "eval.prompts" if isinstance(spec, RlSpec) else "eval.rows"
         fewer = f"set {key} to {apart} or less, or " if apart else ""
         raise UsageError(message, hint=f"{fewer}name other rows in eval.data")
+    most, before = spec.data.max_rows, value_at(own, "data.max_rows")
     if most is not None and (before is None or most - now < before - apart):
         message = f"data.max_rows = {most}: the last {now} of these rows are not those that the run held out"
         raise UsageError(message, hint="leave the key as the run had it, or name other rows in eval.data")
+
+
+def _same_sources(run_dir: Path, own: Mapping[str, Any], spec: Spec, folder: Path) -> list[bool]:
+    """Return for each source that a run trained on whether it is the first one of `spec`, by its name or by what its
+    file holds."""
+    first = next(iter(spec.data.named.values()))
+    sets = value_at(own, "data.sets") or ()
+    trained = {f"data.sets.{number}.path": one["path"] for number, one in enumerate(sets)}
+    trained = trained or {"data.train": value_at(own, "data.train", first)}
+    file, marks = folder / Path(first).expanduser(), read_or_empty(run_dir / "inputs.json").get("files", {})
+    here = mark(file) if file.is_file() and os.access(file, os.R_OK) else None
+    return [same_source(first, path) or here in marks.get(key, {}).values() for key, path in trained.items()]
 
 
 def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from backends.registry import train_engine  # noqa: E402
 from specs.wire.partition import shards  # noqa: E402
 from specs.wire.sequence_work import SequenceWork  # noqa: E402
 
+_LET_GO_S = 0.05  # gloo's threads hold a buffer for a moment longer than who waits for it
+
 
 def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address → bytes of each storage that the tensors lie in."""
@@ -39,6 +42,7 @@ def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def alive() -> dict[int, int]:
     """Every tensor of this process, gradients too: those have no Python object until they are asked for."""
+    time.sleep(_LET_GO_S)
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     grads = [grad for tensor in tensors for grad in (tensor.grad if tensor.is_leaf else None,) if grad is not None]
