@@ -52,7 +52,7 @@ class Completions:
     ) -> None:
         """`keep`: later turns of the same samples will follow."""
         prompts.require(PROMPT_COLUMNS, Verb.GENERATE)
-        self.prompts, self.sampling, self._emit, self._keep = prompts, sampling, emit, keep
+        self.prompts, self.sampling, self._emit, self.keep = prompts, sampling, emit, keep
         self._samplings: dict[tuple[bool, int], Sampling] = {}
         self._prompt_tokens = prompts.sequences("tokens_T")
         self._index = {id_: index for index, id_ in enumerate(prompts["id_B"].tolist())}
@@ -78,7 +78,7 @@ class Completions:
                 samplings[index],
                 positions[index],
                 prefixes[index],
-                self._keep,
+                self.keep,
             )
             for index in order
         ]

@@ -23,6 +23,8 @@ from workers.serve import Emit, Handlers, Reply, Request, Working
 from workers.transports.ends import Importer, spec_of
 from workers.transports.host_readers import host_of_this_process
 
+PART_STEPS = 4  # of the engine, from one part of a call to the next: each costs messages and a request to a grader
+
 
 @dataclass
 class Sampled:
@@ -42,6 +44,7 @@ class Rollout(EngineRank[RolloutEngine]):
         super().__init__(rank)
         self._importer: Importer | None = None
         self._calls: list[Sampled] = []  # whose completions are being drawn
+        self._steps = 0  # of the engine
         self._requests: OpenRequests | None = None
         self.version = 0  # version of the weights, counted by the driver; every sample carries it
 
@@ -70,7 +73,8 @@ class Rollout(EngineRank[RolloutEngine]):
         return reply
 
     def generate(self, call: Request[bodies.Generate], emit: Emit) -> Future[Reply]:
-        """Finished groups are sent as parts; the final reply carries only counters."""
+        """Send finished groups as parts, every `PART_STEPS`, or those of turns at once, for an environment waits for
+        them; the final reply carries only counters."""
 
         def send(batch: Batch) -> None:
             emit({}, self.requests.versions_of(batch).columns)
@@ -102,12 +106,15 @@ class Rollout(EngineRank[RolloutEngine]):
             for call in calls:
                 call.reply.set_exception(error)
             return
-        for call in [*self._calls] if found else ():
+        self._steps += 1
+        is_due = self._steps % PART_STEPS == 0
+        for call in [*self._calls] if found or is_due else ():
             for completion in found:
                 if completion.id in call.ids:
                     call.ids.discard(completion.id)
                     call.completions.finish(completion)
-            call.completions.flush()
+            if is_due or call.completions.keep or not call.ids:
+                call.completions.flush()
             if not call.ids:
                 self._end(call)
 

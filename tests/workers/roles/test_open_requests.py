@@ -18,9 +18,12 @@ from backends.completions import Completions
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
 from specs.errors import SyncError
+from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
 from workers.roles.open_requests import NO_VERSION, OpenRequests
+from workers.roles.rollout import PART_STEPS, Rollout
+from workers.serve import Request
 
 pytestmark = pytest.mark.slow
 SAMPLING = Sampling(seed=3, max_response_tokens=40)
@@ -200,3 +203,22 @@ def test_an_engine_is_not_changed_under_open_requests(engine: RolloutEngine) -> 
     with pytest.raises(SyncError):
         give_weights(engine)
     engine.abort()
+
+
+def test_completions_are_sent_every_few_steps_and_turns_at_once(tmp_path: Path) -> None:
+    rollout, prompts = Rollout(Rank()), make_prompts(16, 1)
+    rollout.build(Request(rollout_config(write_model(tmp_path / "model")), {}), lambda *_: None)
+    give_weights(rollout.engine)
+
+    def parts(*, keep: bool) -> list[int]:
+        sent: list[int] = []
+        body = bodies.Generate(sampling=SAMPLING, keep=keep)
+        reply = rollout.generate(Request(body, prompts.columns), lambda _, columns: sent.append(len(columns["id_B"])))
+        while rollout.pending:
+            rollout.advance()
+        assert reply.done()
+        return sent
+
+    together, at_once = parts(keep=False), parts(keep=True)
+    assert sum(together) == sum(at_once) == len(prompts)
+    assert len(together) <= -(-40 // PART_STEPS) < len(at_once)
