@@ -68,7 +68,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway", "workers/episodes/turn_tree.py")),
     "engines, packing, weights": (16_151, 15_000, ("backends",)),
-    "four packages": (59_930, 50_000, WINGS),
+    "four packages": (59_932, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
     "tests with their cases": (49_093, 38_000, ("tests",)),
     "docs": (3_714, 3_500, ("docs",)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,11 +171,12 @@ def of_loss(loss: AnyLoss, sums: Sequence[Mapping[str, float]]) -> dict[str, flo
 
 def _repeated(batch: Batch) -> float:
     """Return the share of rollouts in which nothing else was written than in an earlier one of their group."""
-    ends_B = np.cumsum(batch.sum_by_sequence("loss_mask_T"))
-    pieces = np.split(batch["tokens_T"][batch["loss_mask_T"] > 0], ends_B[:-1])
+    tokens_T = batch["tokens_T"][batch["loss_mask_T"] > 0]
+    whole, ends_B = tokens_T.tobytes(), np.cumsum(batch.sum_by_sequence("loss_mask_T")) * tokens_T.itemsize
+    pieces = (whole[begin:end] for begin, end in pairwise([0, *ends_B.tolist()]))
     written: dict[tuple[int, int], bytes] = {}  # by group and rollout
     for group, rollout, piece in zip(batch["group_B"].tolist(), batch["rollout_B"].tolist(), pieces, strict=True):
-        written[group, rollout] = written.get((group, rollout), b"") + piece.tobytes()
+        written[group, rollout] = written.get((group, rollout), b"") + piece
     return 1.0 - len({(group, text) for (group, _), text in written.items()}) / len(written)
 
 
