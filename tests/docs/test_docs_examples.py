@@ -52,7 +52,6 @@ async def test_an_example_loads_without_its_library(
     pool = make_pool(tmp_path, processes=1, **setup)
     async with started(pool) as described:
         assert (described.mode, described.tools) == (mode, ())
-        assert described.takes_seed == (mode == "text")
 
 
 @needs("textarena")

@@ -22,7 +22,7 @@ from workers.gateway.gateway_server import Gateway
 
 END = "<|im_end|>"
 TASK = "What is 6*7?"
-AGENT = Described("agent", (), "agent", False, False)
+AGENT = Described("agent", (), gives_reward=False)
 WEATHER = {
     "type": "function",
     "function": {

@@ -156,8 +156,8 @@ class Session:
                     add_tool(self._tools, tool)
         except RewardError as error:
             return {"error": error.message, "hint": error.hint}
-        told = {name: getattr(self._loaded, name) for name in ("mode", "name", "takes_seed", "gives_reward")}
-        return {**told, "tools": [tool.schema for tool in self._tools.values()]}
+        tools = [tool.schema for tool in self._tools.values()]
+        return {"mode": self._loaded.mode, "tools": tools, "gives_reward": self._loaded.gives_reward}
 
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         match message["do"]:

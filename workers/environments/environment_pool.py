@@ -40,8 +40,6 @@ class Described:
 
     mode: Literal["tools", "text", "agent"]
     tools: tuple[dict[str, Any], ...]
-    name: str
-    takes_seed: bool
     gives_reward: bool
 
 

@@ -34,17 +34,11 @@ class Loaded:
     """Hold what the user's files define. `servers` are commands of MCP servers, whose tools only they know."""
 
     mode: str
-    name: str
     kind: type | None = None
     agent: Callable[..., Any] | None = None
     harness: Harness | None = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     servers: Sequence[str] = ()
-
-    @property
-    def takes_seed(self) -> bool:
-        reset = getattr(self.kind, "reset", None)
-        return reset is not None and bool(keywords(reset, {"seed": 0}))
 
     @property
     def gives_reward(self) -> bool:
@@ -58,17 +52,17 @@ def load(path: str, tools: Sequence[str], agent: str, base: str, command: Mappin
     if command is not None:
         reward = _named(command["reward"], base) if command["reward"] else None
         program = Harness(command["command"], command["env"], command["cwd"], reward)
-        return Loaded("agent", command["command"][0], harness=program)
+        return Loaded("agent", harness=program)
     if agent:
         run = _named(agent, base)
         of_object = None if inspect.isclass(run) else getattr(run, "__call__", None)  # noqa: B004
         if not any(map(inspect.iscoroutinefunction, (run, of_object))):
             raise RewardError(f"{agent} is not async", hint="write async def run(task, client), and await client.chat")
-        return Loaded("agent", agent.rpartition(":")[2], agent=run)
+        return Loaded("agent", agent=run)
     found: dict[str, Tool] = {}
-    name, mode, kind = "tools", "tools", None
+    mode, kind = "tools", None
     if path:
-        name, kind = path.rpartition(":")[2], _class(path, base)
+        kind = _class(path, base)
         mode = _mode(path, kind)
         found = _methods(kind, path) if mode == "tools" else {}
     for each in (tool for tool in tools if not tool.startswith(MCP)):
@@ -81,7 +75,7 @@ def load(path: str, tools: Sequence[str], agent: str, base: str, command: Mappin
         raise RewardError(f"{path} replies to text, and there are tools", hint="leave out step, or the tools")
     if mode == "tools" and not found and not servers:
         raise RewardError(f"{path} has no tools", hint="write public methods with type hints and a docstring, or step")
-    return Loaded(mode, name, kind, tools=found, servers=servers)
+    return Loaded(mode, kind, tools=found, servers=servers)
 
 
 def add_tool(found: dict[str, Tool], tool: Tool) -> None:

@@ -42,7 +42,7 @@ from workers.watchdog import die_with_parent
 
 _WRITE_EVERY_S = 10.0
 _UNLIMITED = 10**9
-_AGENT = Described("agent", (), "client", False, False)
+_AGENT = Described("agent", (), gives_reward=False)
 
 
 class ServeConfig(Table):

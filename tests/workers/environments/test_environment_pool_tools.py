@@ -100,7 +100,7 @@ INCREMENT = {
 async def test_a_class_written_for_trl(tmp_path: Path) -> None:
     pool = make_pool(tmp_path, path=written(tmp_path, TRL_CLASS) + ":IncrementEnv")
     async with started(pool) as described:
-        assert described == Described("tools", (INCREMENT,), "IncrementEnv", takes_seed=True, gives_reward=True)
+        assert described == Described("tools", (INCREMENT,), gives_reward=True)
         environment = await pool.open()
         assert await environment.reset({"target": 3, "prompt": "p"}, 0) == "Increment the counter to 3."
         assert await environment.call("increment", {"step": 2}) == EnvironmentReply("2", None, done=False)
@@ -132,7 +132,6 @@ async def test_rewards_ends_and_results_of_calls(tmp_path: Path) -> None:
 
     async with started(pool) as described:
         assert [tool["function"]["name"] for tool in described.tools] == ["buy", "show"]
-        assert described.takes_seed
         assert not described.gives_reward
         environment = await pool.open()
         assert await environment.reset({"item": "tea", "other": 1}, 5) == [{"role": "user", "content": "tea 5"}]
@@ -184,7 +183,7 @@ async def test_functions_need_no_class(tmp_path: Path) -> None:
     pool = make_pool(tmp_path, tools=(f"{name}:add", f"{name}:now", f"{name}:more"))
     written(tmp_path, "PLUS = 99", "helper.py")  # the code is as it was when the pool was made
     async with started(pool) as described:
-        assert (described.mode, described.name, described.gives_reward) == ("tools", "tools", False)
+        assert (described.mode, described.gives_reward) == ("tools", False)
         environment = await pool.open()
         assert await environment.reset({}, 0) is None
         assert await environment.call("add", {"a": 1, "b": 2}) == EnvironmentReply("3.5", None, done=False)
