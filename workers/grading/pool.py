@@ -49,7 +49,7 @@ class Grade:
 
 
 class GraderPool:
-    """`workers` processes that hold all terms. Use as a context manager."""
+    """`workers` processes that hold all terms. Use as a context manager, or `start` and `close` it."""
 
     def __init__(
         self,
@@ -82,18 +82,23 @@ class GraderPool:
         self._left = 0  # samples without a grade
         self._sample_s = JOB_S  # that a sample took lately
         self._workers = workers
-        self._threads = ThreadPoolExecutor(workers, "grading")
-        self._started = [self._threads.submit(self._start, worker) for worker in range(workers)]
+        self._threads = ThreadPoolExecutor(workers, "grading")  # starts none yet
+        self._starts: list[Future[None]] = []
 
     def __enter__(self) -> GraderPool:
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def start(self) -> GraderPool:
+        """Start the processes, and return at once."""
+        self._starts = [self._threads.submit(self._start, worker) for worker in range(self._workers)]
+        return self
+
     def wait_ready(self) -> None:
         """Return when every process has made its terms. Raises RewardError naming the term that cannot be made."""
-        self._join(self._started)
+        self._join(self._starts)
 
     def grade(self, requests: Sequence[GradeRequest]) -> list[Grade]:
         """Return one grade for each request, in order. Raises RewardError when a fresh process can no longer start;

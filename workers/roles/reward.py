@@ -81,7 +81,7 @@ class Reward:
                 log_path=logs / f"reward_output{whose}.log",
                 labels=[f"reward.terms[{number}]: " for number in self._own],
                 sources=config.sources,
-            )
+            ).start()
         judges = {number: term for number, term in terms.items() if isinstance(term, Judge)}
         if judges:
             self._judges = JudgePanel(judges, setting, Path(config.run_dir), whose)

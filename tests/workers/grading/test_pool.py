@@ -120,7 +120,7 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
         pool = GraderPool(
             terms, Setting("answer", 8, str(tmp_path)), workers=workers, timeout_s=timeout_s, log_path=log
         )
-        pools.append(pool)
+        pools.append(pool.start())
         pool.wait_ready()
         return pool
 
@@ -274,7 +274,7 @@ def test_processes_die_with_their_parent(tmp_path: Path) -> None:
         terms = [{{"kind": "function", "path": "rewards.py:score"}}]
         folder = Path({str(tmp_path)!r})
         pool = GraderPool(terms, Setting("a", 8, str(folder)), workers=2, timeout_s=600, log_path=folder / "log")
-        pool.wait_ready()
+        pool.start().wait_ready()
         print(*(process.process.pid for process in pool._processes.values()), flush=True)
         pool.grade([GradeRequest(0, "", {{}}, "", 0)] * 2)
     """
