@@ -136,7 +136,7 @@ def test_another_interpreter_does_not_see_this_ones_site_packages(
     root.mkdir(parents=True)
     monkeypatch.setattr("specs.packages._ROOT", root)
     python, told = tmp_path / "python", tmp_path / "told"
-    python.write_text(f"#!/bin/sh\necho $PYTHONPATH | tee -a {told}\n")
+    python.write_text(f"#!/bin/sh\necho $PYTHONPATH >>{told}\n")
     python.chmod(0o755)
     run_offline([str(python)], {"PYTHONPATH": "/users/own"}, 30.0)
     own = {"reward.python": str(python), "reward.env": {"PYTHONPATH": "/users/own"}}
