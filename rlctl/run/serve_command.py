@@ -123,8 +123,9 @@ def _run(python: str, config: str) -> int:
         assert process.stdin is not None
         try:
             with as_ctrl_c():
-                process.stdin.write(config)
-                process.stdin.close()
+                with suppress(BrokenPipeError):  # it has said why it ended
+                    process.stdin.write(config)
+                    process.stdin.close()
                 return process.wait()
         except KeyboardInterrupt:
             process.terminate()
