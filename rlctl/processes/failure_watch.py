@@ -27,7 +27,7 @@ from rlctl.processes.launch import Place, Started, tail
 from rlctl.processes.membership import Membership
 from rlctl.processes.node_connection import RemoteProcess
 from rlctl.processes.rank_states import RankState
-from rlctl.processes.stall_watch import MISSED_S, Stall, StallWatch
+from rlctl.processes.stall_watch import Stall, StallWatch
 from specs.errors import Cause, ChannelError, RoleFailure
 from specs.schema.roles import ROLES
 from specs.wire.bodies import ErrorBody
@@ -63,7 +63,6 @@ class FailureWatch:
         self._ended: set[str] = set()  # marks of processes whose end is known
         self._dumped: set[Place] = set()  # ranks that have written their stacks since the request
         self._checked_at = self._progress_at = 0.0
-        self._idle_since = 0.0  # when the driver began to wait with no call in flight; 0: it does not
         self._dropped_at = 0.0  # when a rank was dropped last: verbs sent before that may fail because of it
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────
@@ -190,17 +189,13 @@ class FailureWatch:
 
     def _check_progress(self) -> None:
         now = time.monotonic()
-        if now - self._progress_at < _TICK_S:
+        if now - self._progress_at < _TICK_S or self._blame.pending or self._states.any_in(RankState.FAILING):
             return
-        paused = now - self._progress_at > MISSED_S
         self._progress_at = now  # with hundreds of ranks not at every answer
         waiting = self.waiting()
-        judging = self._blame.pending or self._states.any_in(RankState.FAILING)
-        is_idle = not (waiting or paused or judging or self._states.any_in(*_COMING))
-        self._idle_since = (self._idle_since or now) if is_idle else 0.0
-        if is_idle and now - self._idle_since > self._watch.timeout_s:
-            raise RuntimeError(f"the driver waits, and no call was in flight for {self._watch.timeout_s:g} s")
-        if not judging and (stall := self._watch.look(waiting)):
+        if stall := self._watch.look(waiting, coming=self._states.any_in(*_COMING)):
+            if not stall.culprits:
+                raise RuntimeError(f"the driver waits, and no call was in flight for {self._watch.timeout_s:g} s")
             self._dump(waiting)
             message = f"nothing has moved for {self._watch.timeout_s:g} s (run.stall_timeout_s): {stall.chain}"
             for role, rank in self._to_blame(stall):

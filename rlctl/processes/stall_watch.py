@@ -15,7 +15,7 @@ from rlctl.processes.calls import Call
 from rlctl.processes.launch import Place
 from specs.wire.heartbeat import Activity, Moving
 
-MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is no stall
+_MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is no stall
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,14 @@ class StallWatch:
     def _still_s(self) -> float:
         return time.monotonic() - self._moved_at
 
-    def look(self, waiting: Mapping[Place, Call]) -> Stall | None:
-        """Return the stall of ranks with a pending reply, if there is one; the clock then starts again. Call often."""
+    def look(self, waiting: Mapping[Place, Call], *, coming: bool = True) -> Stall | None:
+        """Return the stall of ranks with a pending reply, if there is one; the clock then starts again. Call often.
+        With no reply pending and no rank `coming`, the driver waits for nothing: a stall without culprits."""
         now = time.monotonic()
         missed_s, self._looked_at = now - self._looked_at, now
-        if missed_s > MISSED_S:
+        if missed_s > _MISSED_S:
             self._moved_at += missed_s
-        if not waiting:
+        if not waiting and coming:
             self.moved()
         if self._still_s <= self.timeout_s or not self._all_judged(waiting):
             return None
