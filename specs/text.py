@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 # How a file begins that Git LFS has not fetched, and what is said of it.
-LFS, LFS_POINTER = "version https://git-lfs", "is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it"
+LFS, NOT_FETCHED, LFS_FETCH = "version https://git-lfs", "a pointer of Git LFS, not the file itself", "git lfs pull"
+LFS_POINTER = f"is {NOT_FETCHED}: `{LFS_FETCH}` fetches it"
 _HALF = "half of a surrogate pair, which is not text"
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 

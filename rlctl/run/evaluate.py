@@ -75,8 +75,9 @@ def evaluate(
     model = str(folder.absolute()) if folder.exists() else what  # the spec's own paths start elsewhere
     checkpoint = find(run_dir, step) if run_dir else None
     done = checkpoint.step if checkpoint else 0
-    given = [*overrides, f"model.path={json.dumps(model)}", "model.from_scratch=false"]
-    if checkpoint is not None:
+    if checkpoint is None:
+        given = [*overrides, f"model.path={json.dumps(model)}", "model.from_scratch=false"]
+    else:
         given = [*(_own_model(checkpoint) if spec_path else ()), *overrides]
     spec = load_spec(source.path, given, lambda note: None)
     if checkpoint is not None and spec.lead not in checkpoint.manifest["roles"]:

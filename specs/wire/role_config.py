@@ -87,6 +87,11 @@ class RowsConfig(Table):
     unit: Unit
     of_scores: bool = False
 
+    @property
+    def held_out(self) -> int:
+        """Return how many rows, the last of the first source, are evaluated on and not trained on."""
+        return self.eval.rows if self.eval is not None and not self.eval.data else 0
+
     @staticmethod
     def of(spec: RowsSpec) -> RowsConfig:
         objective, data = spec.objective, spec.data

@@ -242,8 +242,8 @@ def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
 def _opened_rows(data: RowSources) -> RunRows:
     config, rows, sources = data.config, data.rows, data.rows.rows.sources
     last = [deque[DataRow](maxlen=0) for _ in sources]  # rows of each source that will be held out
-    if rows.eval is not None and config.evals and not rows.eval.data:
-        last[0] = deque(maxlen=rows.eval.rows)
+    if config.evals and rows.held_out:
+        last[0] = deque(maxlen=rows.held_out)
     tables = [data.table(source, rows.rows.max_rows, keep) for source, keep in zip(sources, last, strict=True)]
     refuse_one_label(tables, rows)
     indices = [np.arange(len(table), dtype=np.int64) for table in tables]

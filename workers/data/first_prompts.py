@@ -75,8 +75,7 @@ def _check_later(source: str, rows: Iterator[DataRow], reader: RowReader) -> Non
 def held_out_of_training(config: DataConfig) -> tuple[str, str, int]:
     """Return the key of the source whose last rows are evaluated on, the key that says how many, and that number."""
     if config.rows is not None:
-        held, key = config.rows.eval, next(iter(config.rows.rows.named))
-        return key, "eval.rows", held.rows if held is not None and not held.data else 0
+        return next(iter(config.rows.rows.named)), "eval.rows", config.rows.held_out
     one = next((one for one in config.evals if not one.data), None)
     return TRAIN, f"{one.key}.prompts" if one else "", one.prompts if one else 0
 

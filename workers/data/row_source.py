@@ -16,14 +16,14 @@ from backends import activity
 from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX
 from specs.errors import DataError
 from specs.json_file import depth_of
-from specs.text import LFS, not_text
+from specs.text import LFS, LFS_FETCH, NOT_FETCHED, not_text
 from workers.data.gym_rows import gym_rows
 
 PARQUET_BATCH_ROWS = 1024
 FIRST_S = 10.0  # for the first rows, before a run: some of reasoning-gym take seconds each
 MAX_DEPTH = 200  # of a row: pydantic writes no value of more than 254 levels
 _OTHERS = {  # how a file begins that is not what its name says: what it is, and the program that mends it
-    LFS.encode(): ("a pointer of Git LFS, not the file itself", "git lfs pull"),
+    LFS.encode(): (NOT_FETCHED, LFS_FETCH),
     b"\xff\xfe": ("UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8"),
     b"\x1f\x8b": ("compressed", "gunzip"),
     b"\x28\xb5\x2f\xfd": ("compressed", "unzstd"),
@@ -40,6 +40,11 @@ class BadRow(ValueError):
     def __init__(self, why: str, remedy: str = "fix the row") -> None:
         super().__init__(why)
         self.remedy = remedy
+
+
+def columns_of(values: Mapping[str, Any]) -> str:
+    """List the columns of a row that lacks one."""
+    return f"the row has {', '.join(map(repr, values)) or 'none'}"
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,8 @@ class Served:
             for turn in turns:
                 if id(turn) not in inner and turn.request.prompt is None and turn.turn is not None:
                     tools = {"tools": [*turn.request.tools]} if turn.request.tools else {}
-                    finish = "stop" if turn.turn.finished else "length"
-                    yield {"messages": [*turn.request.messages, turn.turn.message], "finish": finish, **tools}
+                    finish = {"finish": turn.reply.result().finish}
+                    yield {"messages": [*turn.request.messages, turn.turn.message], **finish, **tools}
 
     def write(self) -> None:
         """Write the rows, where any is new. Raises OSError; then the next call tries again."""

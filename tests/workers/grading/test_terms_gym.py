@@ -9,6 +9,7 @@ import pytest
 
 from specs.builtin_tasks import gym_entry_as_json
 from specs.errors import RewardError
+from specs.packages import package_path
 from workers.grading.pool import GraderPool
 from workers.grading.terms import GradeRequest, Setting
 
@@ -22,7 +23,7 @@ def pool(folder: Path, packages: Path) -> GraderPool:
         workers=1,
         timeout_s=60.0,
         log_path=folder / "log",
-        env={"PYTHONPATH": str(packages)},
+        env={"PYTHONPATH": package_path(str(packages))},
     )
 
 
