@@ -18,9 +18,9 @@ from workers.chat.chat_turns import AssistantTurn, ChatTurns, split_thought
 from workers.environments.environment_pool import Environment, EnvironmentLost
 from workers.environments.harness import prompt_of
 from workers.episodes.episode import Ended, Episode
-from workers.episodes.turn_tree import TreeTurn, TurnTree
 from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest
 from workers.gateway.openai_chat import OpenAIChat
+from workers.gateway.turn_tree import TreeTurn, TurnTree
 
 if TYPE_CHECKING:
     from workers.gateway.gateway_server import Gateway

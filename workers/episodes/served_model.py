@@ -36,8 +36,8 @@ from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Ended
 from workers.episodes.episode_runner import gateway_for_agents
 from workers.episodes.trajectory import Sample, SampledTurn, Task
-from workers.episodes.turn_tree import TreeTurn
 from workers.gateway.chat_request import ChatReply, RefusedRequest
+from workers.gateway.turn_tree import TreeTurn
 from workers.watchdog import die_with_parent
 
 _WRITE_EVERY_S = 10.0

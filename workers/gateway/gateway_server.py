@@ -25,6 +25,7 @@ from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest
 from workers.gateway.openai_chat import OpenAIChat
 from workers.gateway.openai_completions import OpenAICompletions
 from workers.gateway.openai_responses import OpenAIResponses
+from workers.gateway.turn_tree import TreeTurn
 from workers.gateway.wire import Wire
 
 HOST = "127.0.0.1"
@@ -42,19 +43,10 @@ WIRES: Mapping[str, Wire] = {
 }
 
 
-class Turn(Protocol):
-    """A turn on its way."""
-
-    id: str
-    reply: asyncio.Future[ChatReply]
-    delivered: bool
-    waiting: int
-
-
 class Conversations(Protocol):
     """Stand behind a key: an episode."""
 
-    def ask(self, request: ChatRequest) -> Turn:
+    def ask(self, request: ChatRequest) -> TreeTurn:
         """Return the turn that answers a request."""
         ...
 
@@ -171,7 +163,9 @@ class Gateway:
             turn.waiting -= 1
         return response
 
-    async def _stream(self, request: web.BaseRequest, wire: Wire, turn: Turn, asked: ChatRequest) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.BaseRequest, wire: Wire, turn: TreeTurn, asked: ChatRequest
+    ) -> web.StreamResponse:
         """Write a reply as events: with signs of life until it is there, then all at once."""
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
@@ -192,7 +186,7 @@ class Gateway:
         return response
 
 
-async def _wait(turn: Turn) -> ChatReply:
+async def _wait(turn: TreeTurn) -> ChatReply:
     """Return a turn's reply. A client that leaves does not break it off. Raises RefusedRequest."""
     try:
         return await asyncio.shield(turn.reply)
@@ -261,7 +255,7 @@ class _Connection(RequestHandler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.last: Turn | None = None  # whose reply was the last to leave
+        self.last: TreeTurn | None = None  # whose reply was the last to leave
         self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -270,7 +264,7 @@ class _Connection(RequestHandler):
         if _Connection.open > CONNECTIONS:
             transport.abort()  # type: ignore[attr-defined]
 
-    def deliver(self, turn: Turn) -> None:
+    def deliver(self, turn: TreeTurn) -> None:
         """Note that the last byte of a reply has left; a reset of the connection takes that back."""
         if not self.lost:
             turn.delivered = True

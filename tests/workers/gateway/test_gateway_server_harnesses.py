@@ -19,9 +19,9 @@ from agent_gateway import END, TASK, Sampler, Served, new_episode
 
 from workers.chat.tool_calls import ToolCall
 from workers.episodes.trajectory import Sample, SampledTurn, Task
-from workers.episodes.turn_tree import TurnTree
 from workers.gateway.chat_request import ChatReply
 from workers.gateway.gateway_server import WIRES, Gateway
+from workers.gateway.turn_tree import TurnTree
 
 ANSWER, FOUND = "The answer is forty-two.", "found-it-42"
 SHELLS = ("bash", "shell", "run_shell_command", "exec_command")
