@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import thread as pool_threads
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -45,7 +45,7 @@ from workers.environments.tool_schema import with_enums
 from workers.grading.child import as_number, describe
 
 READ_BYTES = 1 << 16
-_SETTLE_S = 0.05  # after which a thread that has given its result waits for more work
+_SETTLE_S = 0.5  # in which threads without work end
 
 
 class Pipe:
@@ -130,6 +130,7 @@ class Session:
         self._instance: Any = None
         self._harness: HarnessRun | None = None
         self._loop = asyncio.new_event_loop()
+        self._executor: ThreadPoolExecutor | None = None  # of the loop, in an episode
         self._held: set[asyncio.Task[None]] = set()
         self._began = os.getcwd(), dict(os.environ)
         asyncio.set_event_loop(self._loop)
@@ -137,7 +138,9 @@ class Session:
 
     def serve(self) -> None:
         self._pipe.send(self._describe())
-        self._servers, self._own_tasks, self._own_threads = children(), asyncio.all_tasks(self._loop), threads()
+        self._servers, self._own_tasks = children(), asyncio.all_tasks(self._loop)
+        self._own_threads = {*threading.enumerate()}
+        self._renew_executor()
         while True:
             message = self._pipe.receive()
             if "do" not in message:  # an answer that its agent did not wait for
@@ -286,10 +289,18 @@ class Session:
             os.environ.update(variables)
         if _data_bytes() > self._reusable_bytes:
             return False
-        if not threads() <= self._own_threads:
-            time.sleep(_SETTLE_S)
-        tasks = asyncio.all_tasks(self._loop)
-        return children() == self._servers and threads() <= self._own_threads and tasks <= self._own_tasks
+        self._renew_executor()
+        until = time.monotonic() + _SETTLE_S
+        while (running := {*threading.enumerate()} - self._own_threads) and time.monotonic() < until:
+            time.sleep(0.002)
+        return not running and children() == self._servers and asyncio.all_tasks(self._loop) <= self._own_tasks
+
+    def _renew_executor(self) -> None:
+        """Have the threads of `asyncio.to_thread` end when they have no more work, and new ones serve from now on."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+        self._executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
+        self._loop.set_default_executor(self._executor)
 
 
 def _came_of_refusal(error: BaseException | None) -> bool:
@@ -306,14 +317,6 @@ def children() -> set[int]:
         with suppress(OSError):
             found.update(map(int, thread.read_text().split()))
     return found
-
-
-def threads() -> set[threading.Thread]:
-    """Return Python's threads, without those that wait for the next `asyncio.to_thread`."""
-    waits = pool_threads.__file__, "_worker"  # the innermost Python function of a thread without work
-    at = {number: frame.f_code for number, frame in sys._current_frames().items()}
-    idle = {number for number, code in at.items() if (code.co_filename, code.co_name) == waits}
-    return {one for one in threading.enumerate() if not (one.ident in idle and one.name.startswith("asyncio_"))}
 
 
 def _limit_memory(memory_MiB: int) -> int:
