@@ -190,4 +190,9 @@ class Server:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # vLLM prints
+    if not torch.cuda.is_available():
+        from vllm.model_executor.models import registry
+
+        # vLLM asks another process, lest a GPU be opened, about each class of models that it has not met on a machine.
+        registry._run_in_subprocess = lambda ask: ask()
     Server(answers).run(sys.stdin.buffer)

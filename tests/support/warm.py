@@ -59,6 +59,9 @@ IMPORTED = (
     "workers.roles.trainer",
     "workers.roles.rollout",
     "workers.roles.reward",
+    "workers.connection",
+    "workers.gateway.gateway_server",
+    "rlctl.cli",
     "rlctl.run.train",
 )
 
@@ -269,7 +272,7 @@ def become(
         if _sites(env):
             sys.modules.pop("sitecustomize", None)
             import_module("sitecustomize")
-        if words[0] == "-c" or (words[0] == "-m" and words[1] in ("rlctl", *TORCHRUN)):
+        if words[0] == "-c" or (words[0] == "-m" and (words[1] in ("rlctl", *TORCHRUN) or "reward" in words)):
             _open_nursery()
         if words[0] == "-c":
             sys.argv = ["-c", *words[2:]]

@@ -17,6 +17,8 @@ from rlctl.check.findings import Findings, examine
 from rlctl.check.tables import _environment_table
 from rlctl.models.paths import BUILTIN_FOLDER
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 SETS = {
     "model.path": "builtin:tiny-chat",
     "data.train": "rows.jsonl",

@@ -15,6 +15,8 @@ from specs.load.load import load_spec
 from specs.schema.roles import DATA, REWARD, ROLLOUT
 from workers.offline.build_on_meta import reply
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 CASES = {name: case for name, case in cases() if any(kind in case for kind in PROBED)}
 
 

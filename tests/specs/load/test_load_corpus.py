@@ -12,6 +12,8 @@ from families import FAMILIES
 
 from rlctl.check.findings import Findings, examine
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 CASES = dict(cases())
 
 

@@ -18,6 +18,8 @@ from specs.errors import ModelError
 from workers.chat import chat_renderer
 from workers.chat.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 ASKED = [{"role": "user", "content": "Q"}]
 TEMPLATE = (
     "{%- for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no role tool') }}{% endif %}"

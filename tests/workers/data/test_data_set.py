@@ -22,6 +22,8 @@ from workers.data.data_set import EVAL_IDS, RunData, open_data
 from workers.data.prompts import PromptTable
 from workers.data.row_source import read_rows
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 BUILTIN = Path(specs.__file__).parent / "builtin"
 
 

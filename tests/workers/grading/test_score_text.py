@@ -23,6 +23,8 @@ from workers.grading.pool import Grade
 from workers.grading.score_text import ScoreTexts
 from workers.grading.terms import GradeRequest
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 CONVERSATION = [{"role": "system", "content": "be short"}, {"role": "user", "content": "  two and two ?"}]
 
 

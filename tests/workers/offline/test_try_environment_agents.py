@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from corpus import assert_problems, write_case
 
 from rlctl.check.findings import examine
+
+pytestmark = pytest.mark.usefixtures("warm_children")
 
 AGENT = """
 import json, os, sys, urllib.request
