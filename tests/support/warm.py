@@ -84,6 +84,24 @@ def children() -> Iterator[None]:
         subprocess.Popen = real  # type: ignore[misc]
 
 
+def on_hosts(folder: Path, roles: Sequence[str]) -> list[str]:
+    """Have the ranks of a run on several hosts be forks, on each of one process there. Return the options of
+    `rlctl train`; its own PYTHONPATH has `folder`, too."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PATCHES + _ON_HOSTS.format(support=str(Path(__file__).parent)))
+    return [word for role in roles for word in ("--set", f'{role}.env.PYTHONPATH="{folder}"')]
+
+
+_ON_HOSTS = """
+import sys
+if sys.orig_argv[1:3] in (["-m", "workers.node"], ["-m", "rlctl"]):
+    import subprocess
+    sys.path.append({support!r})
+    import warm
+    subprocess.Popen = warm.WarmPopen
+"""
+
+
 @cache
 def _started(python: str = sys.executable, imported: Sequence[str] = IMPORTED) -> Warm:
     """Return the test session's, which imports, of an interpreter."""
@@ -272,7 +290,9 @@ def become(
         if _sites(env):
             sys.modules.pop("sitecustomize", None)
             import_module("sitecustomize")
-        if words[0] == "-c" or (words[0] == "-m" and (words[1] in ("rlctl", *TORCHRUN) or "reward" in words)):
+        if words[0] == "-c" or (
+            words[0] == "-m" and (words[1] in ("rlctl", *TORCHRUN) or "reward" in words)
+        ):  # chat templates
             _open_nursery()
         if words[0] == "-c":
             sys.argv = ["-c", *words[2:]]

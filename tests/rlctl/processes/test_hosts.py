@@ -13,6 +13,7 @@ from pathlib import Path
 import crashing
 import psutil
 import pytest
+import warm
 from optional import VLLM_PYTHON, needs_vllm
 from running import REPO, environment, finish, metrics, preset, settings, steps_done, trajectory, wait_for, workers_of
 from some_hosts import Hosts, left_in, ray_hosts
@@ -76,10 +77,10 @@ def on_hosts(hosts: Hosts, spec: Path) -> Path:
     return spec
 
 
-def train(hosts: Hosts, spec: Path, run: Path, *options: str) -> subprocess.Popen[str]:
+def train(hosts: Hosts, spec: Path, run: Path, *options: str, path: Path = REPO) -> subprocess.Popen[str]:
     """`rlctl train` on the first host."""
     command = hosts.command(sys.executable, "-m", "rlctl", "train", str(spec), "--run-dir", str(run), *options)
-    env = environment(PYTHONPATH=str(REPO), OMP_NUM_THREADS="1")
+    env = environment(PYTHONPATH=f"{path}:{REPO}", OMP_NUM_THREADS="1")
     return subprocess.Popen(
         command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -125,12 +126,15 @@ def cable_to_be_cut(hosts: Hosts, process: subprocess.Popen[str]) -> Iterator[Ca
 def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut(
     hosts: Hosts, spec: Path, tmp_path: Path
 ) -> None:
-    """PPO, in turns. The trainers need one another: the run ends, and names the host; it continues without it."""
+    """PPO, in turns. The trainers need one another: the run ends, and names the host; it continues without it. (Its
+    ranks are forks; those of the other tests are really started.)"""
     near, run, folder = tmp_path / "near", tmp_path / "far", tmp_path / "one"
     folder.mkdir()
     finish("train", preset("quickstart", folder), "--run-dir", near, *SMALL, *PPO, "--set", "run.steps=3")
     endless = settings("run.steps=100000", "checkpoint.every=1", "actor.min_nodes=1")
-    process = train(hosts, spec, run, *SMALL, *PPO, *FAR, *COLOCATED, *endless)
+    path = tmp_path / "path"
+    forks = warm.on_hosts(path, ("actor", "critic", "ref", "rollout", "reward"))
+    process = train(hosts, spec, run, *SMALL, *PPO, *FAR, *COLOCATED, *endless, *forks, path=path)
     with cable_to_be_cut(hosts, process) as cut:
         wait_for(lambda: steps_done(run) >= 3 or process.poll() is not None, LATE_S, "the third step")
         assert process.poll() is None, process.communicate()[0]
@@ -143,7 +147,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut
         try:
             done, resumed = steps_done(run), "lacks nodes"
             while "lacks nodes" in resumed:  # Ray has not noticed that they are gone
-                process = train(hosts, run, run, "--resume", "--set", f"run.steps={done + 2}")
+                process = train(hosts, run, run, "--resume", "--set", f"run.steps={done + 2}", path=path)
                 resumed = process.communicate(timeout=LATE_S)[0]
                 assert "(raylet)" not in resumed, "what Ray says of nodes that are gone"
         finally:
