@@ -167,7 +167,7 @@ def check_fits(manifest: Mapping[str, Any], spec: Spec, spec_dir: Path) -> None:
     if found:
         raise CheckpointError(
             "\n  - ".join([f"the checkpoint of step {step} belongs to another model:", *found]),
-            hint=f"put the model at {spec.model.path} back as it was, or start a new run with --run-dir",
+            hint="put back what differs; a new run takes these weights, adapters merged, as model.path = RUN_DIR",
         )
 
 

@@ -154,8 +154,10 @@ def test_adapters_are_no_whole_model(here, tmp_path):
     manifest = {"step": 3, **about_model(load_spec(spec_path, [*overrides, "actor.lora.rank=4"]), tmp_path)}
     with pytest.raises(CheckpointError, match=r"actor.lora: {.*} → unset"):
         check_fits(manifest, load_spec(spec_path, overrides), tmp_path)
-    with pytest.raises(CheckpointError, match=r"actor.lora.rank: 4 → 8\n"):
+    with pytest.raises(CheckpointError, match=r"actor.lora.rank: 4 → 8\n") as error:
         check_fits(manifest, load_spec(spec_path, [*overrides, "actor.lora.rank=8"]), tmp_path)
+    assert error.value.hint is not None
+    assert "model.path = RUN_DIR" in error.value.hint, "the folder at model.path did not change"
 
 
 def test_engines_without_a_common_format(here, tmp_path):
