@@ -179,7 +179,10 @@ class Adapters:
         saved = read_config(folder)
         for key in ("r", "lora_alpha", "target_modules"):
             if saved[key] != self.config[key]:
-                raise CheckpointError(f"{folder} has adapters with {key} {saved[key]}, this run {self.config[key]}")
+                raise CheckpointError(
+                    f"{folder} has adapters with {key} {saved[key]}, this run {self.config[key]}",
+                    hint=f"put {folder.name}.lora back as it was",
+                )
 
 
 def add_adapter(weight_VE: Tensor, down_RE: Tensor, up_VR: Tensor, scale: float) -> None:

@@ -227,8 +227,9 @@ def test_a_checkpoint_of_other_adapters_is_refused(
     tmp_path: Path, qwen2: Path, other: Lora | None, message: str
 ) -> None:
     engine_of(qwen2).save(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as error:
         engine_of(qwen2, other).load(tmp_path)
+    assert other is None or error.value.hint == f"put {tmp_path.name}.lora back as it was", "the folder is the role's"
 
 
 # ── a critic ──────────────────────────────────────────────────────────────────────────────────────
