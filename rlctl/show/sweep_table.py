@@ -173,8 +173,9 @@ class SweepTable:
         return {"keys": self.keys, "score": self.score_name, "runs": runs}
 
     def _ranked(self) -> list[tuple[Trial, Outcome]]:
+        """Return the runs, best first, then those that did not end: their scores are of earlier steps, or of none."""
         found = [(trial, outcome(trial.run_dir)) for trial in self.trials.values()]
-        return sorted(found, key=lambda pair: _worth(pair[1]), reverse=True)
+        return sorted(found, key=lambda pair: (pair[0].state in DONE, _worth(pair[1])), reverse=True)
 
     def _over_seeds(self, ranked: Sequence[tuple[Trial, Outcome]]) -> str:
         others, rises = [key for key in self.keys if key != SEED], not ranked[0][1].scored.falls
@@ -190,8 +191,8 @@ class SweepTable:
 
 
 def _worth(found: Outcome) -> float:
-    """Return a number that is higher for a better run; lowest where it took no step: its score is of the beginning."""
-    if found.score is None or not found.step:
+    """Return a number that is higher for a better run; lowest where it has no score."""
+    if found.score is None:
         return -math.inf
     return -found.score if found.scored.falls else found.score
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,13 +64,16 @@ def test_the_best_stands_first_and_no_cell_is_cut(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_failed_before_its_first_step_is_not_the_best(tmp_path: Path) -> None:
-    """Its evaluation is of what every run began with."""
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_run_that_failed_is_not_the_best(step: int, tmp_path: Path) -> None:
+    """Its evaluation may be of what every run began with."""
     trials = [trial(a_run(tmp_path / "learned", [0.1], {1: 0.3}), lr="1e-6"), trial(tmp_path / "failed", lr="1")]
+    trials[1] = replace(trials[1], state="failed")
     (tmp_path / "failed").mkdir()
-    (tmp_path / "failed" / "metrics.jsonl").write_text('{"step": 0, "eval/test/reward_mean": 0.5}\n')
+    lines = [{"step": 0, "eval/test/reward_mean": 0.5}, *[{"step": 1, "reward/mean": 0.2}] * step]
+    (tmp_path / "failed" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = table_of(tmp_path, ["lr"], trials)
-    assert text_of(table)[1:3] == [["1e-6", "0.300", "1/20", "done"], ["1", "0.500", "0/20", "done"]]
+    assert text_of(table)[1:3] == [["1e-6", "0.300", "1/20", "done"], ["1", "0.500", f"{step}/20", "failed"]]
     assert table.as_object()["runs"][0]["name"] == "learned"
 
 
