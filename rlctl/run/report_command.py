@@ -57,7 +57,7 @@ def report(run_dirs: Sequence[Path], out: Path | None, *, as_json: bool = False)
     such page, or RunDirError where one is no run."""
     for run_dir in run_dirs:
         if not (run_dir / "resolved.json").is_file():
-            raise RunDirError(f"{run_dir} is not a run directory", hint="name folders that `rlctl train` made")
+            raise RunDirError(f"{run_dir} is not a run directory", hint="name folders that `rlctl runs DIR` lists")
     target = out or (run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("comparison.html"))
     if target.is_file() and not replaceable(target):
         hint = "name another file with --out, or move this one away"
