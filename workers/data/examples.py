@@ -27,7 +27,7 @@ from workers.data.conversations import (
     rendered,
     tools_of,
 )
-from workers.data.row_source import BadRow, DataRow, DroppedRows, columns_of, without_nulls
+from workers.data.row_source import BadRow, DataRow, DroppedRows, lacking, without_nulls
 from workers.joined_text import TextTokens, begun, ended, joined, without_padding
 
 if TYPE_CHECKING:  # a check of the first rows needs no arrays
@@ -243,8 +243,8 @@ class ExampleReader:
         elif self.config.unit == "sequence":
             label = values.get(source.label_column)
             if not isinstance(label, bool):
-                found = columns_of(values) if label is None else f"it is {show(label)}"
-                raise BadRow(f"column {source.label_column!r} must be true or false; {found}")
+                why = f"column {source.label_column!r} must be true or false"
+                raise lacking(why, values) if label is None else BadRow(f"{why}; it is {show(label)}")
             example = Example([self._completed(values, source.completion_column)], (int(label),))
         elif (shape := self._shape(values)) == "messages_column":
             messages = checked_messages(values[source.messages_column], source.messages_column)
@@ -257,7 +257,7 @@ class ExampleReader:
         else:
             columns = f"{source.messages_column!r}, {source.completion_column!r} or {source.text_column!r}"
             has = {name: value for name, value in values.items() if value is not None}
-            raise BadRow(f"no column {columns}; {columns_of(has)}")
+            raise lacking(f"no column {columns}", has)
         if self.pad is not None:
             example = replace(example, sequences=[self._as_scored(sequence) for sequence in example.sequences])
         for sequence in example.sequences:
@@ -293,7 +293,7 @@ class ExampleReader:
         else:
             prompt = values.get(source.prompt_column)
             if prompt is None:
-                raise BadRow(f"no column {source.prompt_column!r} to complete; {columns_of(values)}")
+                raise lacking(f"no column {source.prompt_column!r} to complete", values)
             if not (self._is_chat(prompt, *answered) or (chat and not answered)):
                 return _text(values, source.prompt_column)
             messages = _messages(prompt, source.prompt_column, "user")
@@ -346,7 +346,7 @@ class ExampleReader:
         margin = values.get(source.margin_column) if self.config.of_scores else None  # nothing else reads it
         for column in columns:
             if values.get(column) in (None, "", []):
-                raise BadRow(f"column {column!r} is empty or missing; {columns_of(values)}")
+                raise lacking(f"column {column!r} is empty or missing", values)
         if values[columns[0]] == values[columns[1]]:
             raise BadRow(f"columns {columns[0]!r} and {columns[1]!r} are equal")
         if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
@@ -484,7 +484,7 @@ def _whole_conversations(prompt: Any, chosen: Any, rejected: Any) -> bool:
 def _text(values: Mapping[str, Any], column: str) -> str:
     value = values.get(column)
     if not isinstance(value, str):
-        raise BadRow(f"no text in column {column!r}; {columns_of(values)}")
+        raise lacking(f"no text in column {column!r}", values)
     if not value:
         raise BadRow(f"column {column!r} is empty")
     return value

@@ -15,7 +15,7 @@ from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import checked_messages, no_template, rendered, tools_of
-from workers.data.row_source import BadRow, DataRow, DroppedRows, columns_of
+from workers.data.row_source import BadRow, DataRow, DroppedRows, lacking
 from workers.joined_text import TextTokens, begun
 
 if TYPE_CHECKING:
@@ -198,8 +198,7 @@ def check_columns(values: Mapping[str, Any], columns: Sequence[str], answer_colu
     `answer_column`: empty where they are not."""
     for column in columns:
         if values.get(column) is None:
-            lacks = f"column {column!r} is null" if column in values else f"no column {column!r}"
-            raise BadRow(f"{lacks}; {columns_of(values)}")
+            raise lacking(f"column {column!r} is null" if column in values else f"no column {column!r}", values)
         if problem := not_a_value(values[column]):
             raise BadRow(f"column {column!r} is {problem}")
     if not answer_column:

@@ -42,9 +42,10 @@ class BadRow(ValueError):
         self.remedy = remedy
 
 
-def columns_of(values: Mapping[str, Any]) -> str:
-    """List the columns of a row that lacks one."""
-    return f"the row has {', '.join(map(repr, values)) or 'none'}"
+def lacking(why: str, values: Mapping[str, Any]) -> BadRow:
+    """Return the reason why a row that lacks a column is bad, with the columns that it has."""
+    remedy = "fix the row, or let the spec name a column that it has (prompt_column, answer_column, …)"
+    return BadRow(f"{why}; the row has {', '.join(map(repr, values)) or 'none'}", remedy)
 
 
 @dataclass(frozen=True)

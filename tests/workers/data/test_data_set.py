@@ -132,6 +132,8 @@ def test_a_bad_row_is_named_or_dropped(tmp_path: Path, codec: TextCodec, bad: An
     assert f"{tmp_path / 'rows.jsonl'}:2: " in error.value.message
     assert words in error.value.message
     assert "data.bad_rows" in error.value.hint
+    lacks = words.startswith(("no column", "column 'prompt' is null"))
+    assert ("prompt_column" in error.value.hint) is lacks, "the row may be right, and its column named otherwise"
     table = table_of(tmp_path, codec, bad_rows="drop")
     assert table.prompts == ["a", "b"]
     assert table.dropped_bad == 2
