@@ -30,7 +30,6 @@ SETTINGS = {
     "completions of each": "algorithm.group_size",
     "max response tokens": "data.max_response_tokens",
     "KL coefficient": "algorithm.kl_coef",
-    "temperature": "rollout.temperature",
     "seed": "run.seed",
 }
 RECIPE_TAGS = {"sft": "supervised-fine-tuning", "preference": "preference-tuning", "reward_model": "reward-model"}
@@ -73,12 +72,12 @@ def model_card(exported: ExportedModel, proof: Mapping[str, Any], folder: Path) 
 def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -> str:
     """Return the head that the hub reads: JSON values are YAML."""
     base = _chain(exported)[0 if exported.adapter_only else -1]  # adapters fit what they were trained on alone
-    train = public_name(str(value_at(spec, "data.train") or "")).partition(":")[0]  # without its configuration
+    train = [name.partition(":")[0] for name in _sources(spec)]  # without its configuration
     kind = value_at(spec, "algorithm.kind") or value_at(spec, "objective.kind")
     recipe = str(value_at(spec, "run.recipe"))
     values = {
         "base_model": base if "/" in base else None,
-        "datasets": [train] if "/" in train else None,
+        "datasets": [name for name in train if "/" in name],
         "library_name": "peft" if exported.adapter_only else "transformers",
         "pipeline_tag": pipeline,
         "tags": ["rlctl", RECIPE_TAGS.get(recipe, "reinforcement-learning"), *([kind] if kind else [])],
@@ -102,16 +101,24 @@ def _use(exported: ExportedModel, folder: Path) -> str:
     return f'```python\nfrom {package} import {auto}\n\nmodel = {auto}.from_pretrained("{exported.name}")\n```'
 
 
+def _sources(spec: Mapping[str, Any]) -> list[str]:
+    """Return the names of what the run learned from; "" for files of this machine."""
+    sets = value_at(spec, "data.sets") or []
+    return [public_name(str(path)) for path in ([one["path"] for one in sets] or [value_at(spec, "data.train") or ""])]
+
+
 def _training(exported: ExportedModel, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     section = value_at(spec, exported.role) or value_at(spec, "actor")
-    terms, versions = value_at(spec, "reward.terms") or [], value_at(exported.about, "versions") or {}
+    sampled = spec if "algorithm" in spec else {}  # elsewhere completions are sampled and graded to evaluate
+    terms, versions = value_at(sampled, "reward.terms") or [], value_at(exported.about, "versions") or {}
     rows = {
         "base model": " ← ".join(_chain(exported)) or "local files",
-        "data": (public_name(str(value_at(spec, "data.train") or "")) or "local files") if spec else None,
+        "data": ", ".join(dict.fromkeys(name or "local files" for name in _sources(spec))) if spec else None,
         "reward": ", ".join(str(term.get("kind")) for term in terms if isinstance(term, Mapping)),
         "learning rate": value_at(section, "optimizer.lr"),
         "LoRA rank": value_at(section, "lora.rank"),
         **{label: value_at(spec, key) for label, key in SETTINGS.items()},
+        "temperature": value_at(sampled, "rollout.temperature"),
         "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
     }
     return [(name, f"`{value}`") for name, value in rows.items() if value not in (None, "")]

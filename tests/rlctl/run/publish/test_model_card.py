@@ -54,6 +54,19 @@ def test_a_data_set_is_named_without_its_configuration(tmp_path: Path) -> None:
     assert ModelCard(card(tmp_path, data={"train": "openai/gsm8k:main"})).data.datasets == ["openai/gsm8k"]
 
 
+def test_every_source_is_named_and_nothing_that_only_evaluates(tmp_path: Path) -> None:
+    sets = [{"path": "a/b:main"}, {"path": "rows.jsonl"}, {"path": "c/d"}]
+    assert "| temperature | `0.5` |" in card(tmp_path, rollout={"temperature": 0.5})
+    spec = {name: SPEC[name] for name in ("reward", "actor")} | {"rollout": {"temperature": 0.5}}
+    (tmp_path / "resolved.json").write_text(json.dumps(spec | {"data": {"train": "", "sets": sets}}))
+    about = {"run": "mine", "model_path": "a/b"}
+    text = model_card(ExportedModel(tmp_path, 3, about, "actor", "bf16", False, "me/mine"), PROOF, tmp_path)
+    assert ModelCard(text).data.datasets == ["a/b", "c/d"]
+    assert "| data | `a/b:main, local files, c/d` |" in text
+    assert "temperature" not in text
+    assert "| reward |" not in text
+
+
 @pytest.mark.parametrize(("alone", "base"), [(True, None), (False, "a/b")])
 def test_adapters_on_the_weights_of_another_run_do_not_name_the_model_that_it_began_with(
     alone: bool, base: str | None, tmp_path: Path
