@@ -132,7 +132,8 @@ def _not_a_choice(path: Path, given: Any, expected: str, raw: dict[str, Any]) ->
     known = re.findall(r"'([^']*)'", expected) or [expected]
     if not isinstance(given, dict):
         near = closest(str(given), known)
-        hint = f'did you mean "{near}"?' if near else _default_or_meaning(path, raw)
+        foreign = foreign_kind_hint(given) if path[-1] == "kind" else ""
+        hint = f'did you mean "{near}"?' if near else foreign or _default_or_meaning(path, raw)
         return Problem(dotted(path), f"not a choice; known: {', '.join(known)}", hint, show(given))
     family, kind = engine_family(tables_at(path, raw)), given.get("kind")
     known += foreign_kinds(family) if family else []
@@ -188,4 +189,5 @@ def _default_or_meaning(path: Path, raw: dict[str, Any]) -> str:
     if not (field := table.model_fields[name]).is_required():
         default = show_default(field.default)
         return f"leave it out for the default, {default}" if default else "leave the key out"
-    return f"{dotted(path)} is: {meaning_of(table, name).split('. ')[0].rstrip('.')}"
+    meaning = meaning_of(table, name).split(". ")[0].rstrip(".")
+    return f"{dotted(path)} is: {meaning}" if meaning else "write one of them"

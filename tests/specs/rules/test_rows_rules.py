@@ -134,6 +134,15 @@ def test_a_reward_model_that_learns_has_no_logits_either() -> None:
         spec_from({"schema": 1, "run": run, "model": {"path": "base"}, "data": DATA, **own})
 
 
+@pytest.mark.parametrize(("kind", "hint"), [("dpo", 'run.recipe = "preference"'), ("x", "write one of them")])
+def test_an_objective_of_another_recipe_is_answered_also_where_there_is_one_kind(kind: str, hint: str) -> None:
+    run = {"recipe": "reward_model", "name": "x", "steps": 2}
+    with pytest.raises(SpecError) as caught:
+        spec_from({"schema": 1, "run": run, "model": {"path": "base"}, "data": DATA, "objective": {"kind": kind}})
+    (problem,) = caught.value.problems
+    assert hint in problem.hint
+
+
 def test_what_a_set_leaves_out_the_section_says_in_the_data_role_too(tmp_path: Path) -> None:
     data: dict[str, Any] = {"rows_per_step": 4, "max_tokens": 32, "prompt_column": "q", "split": "validation"}
     data["sets"] = [{"path": "a/b"}, {"path": "c/d", "split": "train", "prompt_column": "prompt"}]
