@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -484,9 +485,9 @@ def test_the_table_sets_keys_that_exist() -> None:
     known = frozenset().union(*map(keys_of, RECIPES.values()))
     assert translation_table("needed").keys() <= known
     for source in translation_table("sources").values():
-        assert {*source["set"], *source.get("notes", {}), *source.get("unset", {})} <= keys_of(
-            RECIPES[source["recipe"]]
-        )
+        notes = source.get("notes", {})
+        named = re.findall(r"\b(?:actor|reward_model)\.\w+", " ".join(notes.values()))
+        assert {*source["set"], *notes, *named, *source.get("unset", {})} <= keys_of(RECIPES[source["recipe"]])
 
 
 def test_a_default_of_theirs_gives_way_to_what_its_older_name_was_given() -> None:
