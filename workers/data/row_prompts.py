@@ -33,7 +33,8 @@ def row_prompts(rows: Iterable[DataRow], reader: ExampleReader, config: DataConf
             check_columns(row.values, columns, answer)
             table.longest_prompt_tokens = max(table.longest_prompt_tokens, len(tokens))
             if len(tokens) > most:
-                raise BadRow(f"the prompt has {len(tokens)} tokens, more than the {most} of eval.generate")
+                why = f"the prompt has {len(tokens)} tokens, more than the {most} of eval.generate"
+                raise BadRow(why, "raise eval.generate.max_prompt_tokens")
         except BadRow as error:
             table.drop_bad(row, error, reader.data.bad_rows)
             continue

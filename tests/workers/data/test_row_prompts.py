@@ -186,6 +186,8 @@ def test_what_a_check_says_of_the_first_prompts(
 ) -> None:
     (tmp_path / "b.jsonl").write_text('{"prompt": "too long for it", "answer": 2}\n')
     config = config_of(tmp_path, rows * 5, generate, max_tokens=20)
-    found = {one.key: one.message for one in row_findings(config, CODEC, None)}
+    findings = list(row_findings(config, CODEC, None))
+    found = {one.key: one.message for one in findings}
     assert found.keys() == wanted.keys(), found
+    assert all(("eval.generate.max_prompt_tokens" in one.hint) is ("more than" in one.message) for one in findings)
     assert all(text in found[key] for key, text in wanted.items()), found
