@@ -51,15 +51,15 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # you can; raise it only with a reason in the commit.
 BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "checking": (
-        6_287,
+        6_289,
         6_000,
         ("rlctl/check", "rlctl/preflight", "rlctl/models", "specs/load", "specs/rules", "workers/offline"),
     ),
     "schema": (5_076, 4_300, ("specs/schema",)),
     "memory": (1_123, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_568, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_506, 2_000, ("rlctl/show",)),
-    "run": (3_293, 2_200, ("rlctl/run",)),
+    "show": (2_507, 2_000, ("rlctl/show",)),
+    "run": (3_300, 2_200, ("rlctl/run",)),
     "grading": (1_614, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         4_100,
@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
-    "engines, packing, weights": (16_151, 15_000, ("backends",)),
-    "four packages": (59_929, 50_000, WINGS),
+    "engines, packing, weights": (16_154, 15_000, ("backends",)),
+    "four packages": (59_943, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_139, 38_000, ("tests",)),
+    "tests with their cases": (49_173, 38_000, ("tests",)),
     "docs": (3_714, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
