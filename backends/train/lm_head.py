@@ -128,8 +128,8 @@ class Head:
         return self.linear(hidden_NE, task)
 
     def by_own_forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Logits [T, V] of the model's own forward pass of one sequence."""
-        logits: Tensor = self.model(**inputs).logits[0].float()
+        """Logits [B, S, V] of the model's own forward pass of some sequences."""
+        logits: Tensor = self.model(**inputs).logits.float()
         return logits
 
     def _forward(self, hidden_NE: Tensor, task: LogprobTask | LearningTask | None = None) -> Any:

@@ -49,8 +49,8 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """The task at rows `rows_N` of a packed row: `LossResult`, log-probs or values [N]; without a task the logits
-        [N, V]; without rows the logits [T, V] of the model's own forward pass. A score head gives in the place of
-        logits what enters it, [N, E] and [T, E]."""
+        [N, V]; without rows the logits [B, S, V] of the model's own forward pass. A score head gives in the place
+        of logits what enters it, [N, E] and [B, S, E]."""
         if rows_N is None:
             return self.head.by_own_forward(row.inputs)
         with nullcontext() if self.offload is None else self.offload.saving():

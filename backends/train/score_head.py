@@ -72,12 +72,12 @@ class ScoreHead:
         return self.linear(hidden_NE, task)
 
     def by_own_forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what enters the head in the model's own forward pass of one sequence, [T, E]; empty where it does not
-        run."""
+        """Return what enters the head in the model's own forward pass of some sequences, [B, S, E]; empty where it does
+        not run."""
         self._entered = None
         self.model(**inputs)
         entered, self._entered = self._entered, None
-        return torch.empty(0) if entered is None else entered[0].float()
+        return torch.empty(1, 0) if entered is None else entered.float()
 
     def _forward(self, hidden_NE: Tensor, task: ScoreTask | None = None) -> Any:
         weight, bias = self.linear.weight, self.linear.bias

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,8 +32,8 @@ _WINDOW = 4  # tokens: less than most of these sequences have
 def verify_packing(
     run: Run, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, group: SequenceGroup = ALONE
 ) -> None:
-    """Packed rows and the chunked head must give the logits of the model's own forward pass, one sequence at a time; of
-    a model that gives scores, what enters its head must be the same. So must the parts of a row that `group` shares.
+    """Packed rows and the chunked head must give the logits of the model's own forward pass, each sequence by itself;
+    of a model that gives scores, what enters its head must be the same. So must the parts of a row that `group` shares.
 
     `run` is `Policy.forward` through the engine, which computes in `dtype`; all ranks call this together. Catches
     models that mix sequences of a row (a state that runs on, biases that depend on the place in the row), models whose
@@ -43,7 +43,7 @@ def verify_packing(
     whole = _test_row(model.config.get_text_config().vocab_size, share_prompts=can_share_prompts(model))
     with _as_model_errors(model, "packed sequences"), _changed(_short_windows(model)):
         with _changed(_plain_attention(model)):
-            expected_T = _one_by_one(whole, lambda tokens_T: _plainly(run, tokens_T, device))
+            expected_T = _one_by_one(whole, lambda tokens_BS: _plainly(run, model, tokens_BS, device))
         ours_T = row_logits(run, model, device, whole)
     _check(ours_T, expected_T, type(model).__name__, _what(model), dtype)
     if group.alone:
@@ -73,7 +73,8 @@ def verify_own_packing(
         return logits(MicroBatch([len(tokens_T)], [-1], tokens_T, places_T, places_T, places_T, places_T))
 
     row = _test_row(vocabulary, share_prompts=True)
-    _check(logits(row), _one_by_one(row, alone), name, "hidden states" if scores else "logits", dtype)
+    expected_T = _one_by_one(row, lambda tokens_BS: map(alone, tokens_BS))
+    _check(logits(row), expected_T, name, "hidden states" if scores else "logits", dtype)
 
 
 def _check(ours_T: Tensor, expected_T: Tensor, name: str, what: str, dtype: torch.dtype) -> None:
@@ -133,16 +134,22 @@ def row_logits(
         return run(row, rows_N, None)
 
 
-def _one_by_one(row: MicroBatch, alone: Callable[[NDArray[np.int64]], Tensor]) -> Tensor:
-    """Logits at each token of the row; `alone`: those of a single sequence."""
-    sequences = [(_prefix(parent), _rows(i)) for i, parent in enumerate(row.parents)]
-    return torch.cat([alone(row.tokens_T[[*prefix, *own]])[len(prefix) :] for prefix, own in sequences])
+def _one_by_one(row: MicroBatch, plainly: Callable[[NDArray[np.int64]], Iterable[Tensor]]) -> Tensor:
+    """Logits at each token of the row. `plainly`: those of sequences [B, S], each by itself. All are filled up to the
+    longest one with tokens of their own, which a causal model does not see before them."""
+    places = [[*_prefix(parent), *_rows(i)] for i, parent in enumerate(row.parents)]
+    longest = max(map(len, places))
+    found = plainly(np.stack([np.resize(row.tokens_T[each], longest) for each in places]))
+    ends = zip(found, places, row.lengths, strict=True)
+    return torch.cat([logits_S[len(each) - own : len(each)] for logits_S, each, own in ends])
 
 
-def _plainly(run: Run, tokens_T: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Logits of a sequence by the model's own forward pass."""
-    tokens = torch.from_numpy(tokens_T).to(device)
-    return run(PackedInput({"input_ids": tokens[None], "use_cache": False}, None), None, None)
+def _plainly(run: Run, model: PreTrainedModel, tokens_BS: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Logits of sequences by the model's own forward pass: of all at once, for an engine may gather all weights for it.
+    Classifiers of transformers take several only where they have a padding token."""
+    tokens = torch.from_numpy(tokens_BS).to(device)
+    inputs = tokens.split(1 if has_score_layer(model) else len(tokens))
+    return torch.cat([run(PackedInput({"input_ids": each, "use_cache": False}, None), None, None) for each in inputs])
 
 
 @contextmanager
