@@ -9,24 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
-_state: list[TorchFunctionMode] = []  # the mode that is entered, once in a process
-
-
-class _CudaMeansCpu(TorchFunctionMode):
-    """Tensors that are asked for on "cuda" are made on the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs = {**kwargs, "device": _CPU}
-        return function(*args, **kwargs)
+_MAKERS = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
 
 
 class _OneStream:
@@ -40,12 +30,11 @@ class _OneStream:
     def synchronize(self) -> None: ...
 
 
+@cache
 def install() -> None:
     """Patch this process, once. Raises RuntimeError where there is CUDA."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU shim is for machines without CUDA")
-    if _state:
-        return
     print("megatron: no CUDA here, so Megatron-core runs on the CPU, through a shim", file=sys.stderr, flush=True)
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
@@ -59,9 +48,8 @@ def install() -> None:
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
     _name_types_as_cuda()
-    mode: Any = _CudaMeansCpu()
-    mode.__enter__()
-    _state.append(mode)
+    for name in _MAKERS:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
     _import_without_compiling()
     from megatron.core.tensor_parallel import random
 
@@ -77,6 +65,18 @@ def install() -> None:
 
     mappings._gather_along_first_dim = _but_uneven(mappings._gather_along_first_dim, _gather_uneven)
     mappings._reduce_scatter_along_first_dim = _but_uneven(mappings._reduce_scatter_along_first_dim, _sum_uneven)
+
+
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Have tensors that are asked for on "cuda" made on the CPU. (A mode would see every use of every tensor, too.)"""
+
+    @wraps(make)
+    def made(*args: Any, **named: Any) -> Any:
+        if str(named.get("device", "")).startswith("cuda"):
+            named["device"] = _CPU
+        return make(*args, **named)
+
+    return made
 
 
 def _import_without_compiling() -> None:
