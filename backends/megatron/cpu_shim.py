@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import cache, wraps
 from typing import Any
 
@@ -17,6 +18,19 @@ from torch import distributed as dist
 
 _CPU = torch.device("cpu")
 _MAKERS = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
+
+
+class _GlooOnOneDevice(dist.ProcessGroupGloo):
+    """Each device has a thread that wakes a hundred times a second, and Megatron-core makes a group for every axis."""
+
+    _device: Any = None
+    _Options: Any = dist.ProcessGroupGloo._Options  # type: ignore[attr-defined]
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        _GlooOnOneDevice._device = _GlooOnOneDevice._device or self.create_default_device()
+        options = self._Options()
+        options._devices, options._timeout = [_GlooOnOneDevice._device], timeout
+        super().__init__(store, rank, size, options)
 
 
 class _OneStream:
@@ -47,6 +61,8 @@ def install() -> None:
     cuda.stream = lambda _: nullcontext()
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
+    c10d: Any = dist.distributed_c10d
+    c10d.ProcessGroupGloo = _GlooOnOneDevice
     _name_types_as_cuda()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -161,7 +161,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def forget_groups() -> None:
-    """Megatron-core drops its groups when it makes others, but torch keeps them, and each has three threads: without
+    """Megatron-core drops its groups when it makes others, but torch keeps them, and each has two threads: without
     this, the twentieth engine has a thousand of them beside it, and most of the time is theirs."""
     from megatron.core import parallel_state
     from torch.distributed import distributed_c10d as c10d
