@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -118,6 +119,8 @@ def serve() -> None:
         error = reason = ""
         try:
             test = getattr(import_module(Path(asked["file"]).stem), asked["test"])
+            gc.collect()
+            gc.freeze()  # engines ask for full collections, which would walk through all modules each time
             given = {name: Path(value) if name == "tmp_path" else value for name, value in asked["arguments"].items()}
             test(**given)
         except pytest.skip.Exception as skipped:

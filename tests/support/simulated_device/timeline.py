@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -25,13 +26,20 @@ def line() -> str:
     frame: FrameType | None = sys._getframe(1)
     of_test = "the backward pass"
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(OURS):
+        kind = _kind(name := frame.f_code.co_filename)
+        if kind == "ours":
             return f"{name[len(ROOT) :]}:{frame.f_lineno}"
-        if name.startswith(TESTS) and not name.startswith(HERE) and of_test == "the backward pass":
+        if kind == "test" and of_test == "the backward pass":
             of_test = f"{name[len(ROOT) :]}:{frame.f_lineno}"
         frame = frame.f_back
     return of_test
+
+
+@cache
+def _kind(file: str) -> str:
+    if file.startswith(OURS):
+        return "ours"
+    return "test" if file.startswith(TESTS) and not file.startswith(HERE) else ""
 
 
 @dataclass(frozen=True, slots=True)
