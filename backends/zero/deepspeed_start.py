@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,8 +36,20 @@ def start_deepspeed(rank: Rank, device: str) -> None:
     # A faster all-reduce in shared memory, which would be compiled at the first start, by all ranks at once, behind a
     # lock that a killed build never releases.
     compiled_ops["deepspeed_shm_comm"] = False
+    _import_muon_without_compiling()
     join_group(rank, device, even_alone=True)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def _import_muon_without_compiling() -> None:
+    """DeepSpeed imports this optimizer at every start, whose decorators would import inductor in each rank. Nobody uses
+    it here: the optimizer is torch's AdamW."""
+    compiled, torch.compile = torch.compile, lambda *_, **__: lambda function: function  # type: ignore[assignment]
+    try:
+        with suppress(ImportError):
+            import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        torch.compile = compiled
 
 
 def import_deepspeed(device: str) -> Any:
