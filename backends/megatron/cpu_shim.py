@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
-_MAKERS = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
 
 
 class _GlooOnOneDevice(dist.ProcessGroupGloo):
@@ -64,8 +64,9 @@ def install() -> None:
     c10d: Any = dist.distributed_c10d
     c10d.ProcessGroupGloo = _GlooOnOneDevice
     _name_types_as_cuda()
-    for name in _MAKERS:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name, make in [*vars(torch).items()]:
+        if callable(make) and (name.endswith("_like") or make in _device_constructors()):
+            setattr(torch, name, _on_cpu(make))
     _import_without_compiling()
     from megatron.core.tensor_parallel import random
 
