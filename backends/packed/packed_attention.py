@@ -142,9 +142,9 @@ def _check(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, A
             f"{type(module).__name__} makes masks of its own, which are not seen on packed rows",
             hint="this architecture is not supported",
         )
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise ModelError(f"{type(module).__name__} sees later tokens", hint="name a causal language model")
     assert not kwargs.get("dropout"), "dropout is switched off when a model is built"
-    assert kwargs.get("is_causal") is not False, "only causal attention is packed"
-    assert getattr(module, "is_causal", True), "only causal attention is packed"
 
 
 def _reach(module: nn.Module, kwargs: dict[str, Any]) -> Reach:

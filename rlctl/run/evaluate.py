@@ -206,7 +206,7 @@ def _measure(run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: E
         def tick() -> None:
             progress.tick()
             if interrupt.count:
-                raise Interrupted(f"interrupted ({interrupt.name})", hint="nothing was kept: run it again")
+                raise Interrupted(f"interrupted ({interrupt.name})", hint="run it again: its completions were not kept")
 
         progress.phase("build")
         groups = stack.enter_context(open_groups(run, plan, tick))

@@ -79,6 +79,10 @@ def test_masks_of_the_models_own_are_refused_where_they_would_be_ignored() -> No
         packed_attention.sdpa_by_layout(torch.nn.Module(), rows, rows, rows, layout.mask)
         with pytest.raises(ModelError, match="Module makes masks of its own"):
             packed_attention.sdpa_by_layout(torch.nn.Module(), rows, rows, rows, torch.zeros(1, 1, 5, 5))
+        encoder = torch.nn.Module()
+        encoder.is_causal = False
+        with pytest.raises(ModelError, match="Module sees later tokens"):
+            packed_attention.sdpa_by_layout(encoder, rows, rows, rows, layout.mask)
 
 
 def assert_equals_dense(layout: PackedLayout, seen: torch.Tensor, window: int | None) -> None:
