@@ -14,8 +14,8 @@ from rlctl.models.hub import TIMEOUT_S, offline
 from specs.errors import ExportError, Interrupted, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-# Files of an earlier export that the new one may not replace by name.
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+# Files of an earlier export that the new one may not replace by name; beside a model, adapters would be loaded instead.
+_EARLIER = ["*.safetensors*", "adapter_config.json"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
 
 
 def push(repo: HubRepo, folder: Path, message: str) -> str:
-    """Upload the folder as one commit; weights of earlier exports go. Returns the repository's address. Raises
-    ExportError or Interrupted."""
+    """Upload the folder as one commit; what earlier exports left to be loaded goes. Returns the repository's address.
+    Raises ExportError or Interrupted."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
@@ -76,11 +76,12 @@ def push(repo: HubRepo, folder: Path, message: str) -> str:
     try:
         if not repo.there:
             api.create_repo(repo.name, private=not repo.public, exist_ok=True)
-        api.upload_folder(repo_id=repo.name, folder_path=folder, commit_message=message, delete_patterns=_WEIGHTS)
+        api.upload_folder(repo_id=repo.name, folder_path=folder, commit_message=message, delete_patterns=_EARLIER)
     except (HTTPError, OSError, ValueError, RuntimeError, KeyboardInterrupt) as error:
         kind = Interrupted if isinstance(error, KeyboardInterrupt) else ExportError
         private = " --private" * (not repo.public)
-        again = f"hf upload {repo.name} {shlex.quote(str(folder))}{private} --delete '*.safetensors*'"
+        earlier = " ".join(f"--delete {shlex.quote(pattern)}" for pattern in _EARLIER)
+        again = f"hf upload {repo.name} {shlex.quote(str(folder))}{private} {earlier}"
         message = f"{folder} is exported, but not on the hub: {_words(error)}"
         raise kind(message, hint=f"`{again}` tries again") from None
     return f"{api.endpoint}/{repo.name}"

@@ -46,10 +46,11 @@ def test_a_new_repository_is_private_and_holds_the_folder(hub: PushedHub, folder
     assert made.files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_weights_of_an_earlier_export_go_and_other_files_stay(hub: PushedHub, folder: Path) -> None:
+def test_models_and_adapters_of_an_earlier_export_go_and_other_files_stay(hub: PushedHub, folder: Path) -> None:
     shards = {f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)}
+    adapters = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"old"}  # which would be loaded instead
     others = {"model.safetensors.index.json": b"{}", "LICENSE": b"mine"}
-    hub.repos["me/mine"] = Repo(private=True, files={**shards, **others})
+    hub.repos["me/mine"] = Repo(private=True, files={**shards, **adapters, **others})
     push(find_repo("me/mine", public=False), folder, "again")
     assert sorted(hub.repos["me/mine"].files) == ["LICENSE", "README.md", "model.safetensors"]
     assert hub.repos["me/mine"].commits == ["again"]
@@ -123,7 +124,7 @@ def test_the_command_that_tries_again_does_what_the_push_would_have_done(
     variables = {**os.environ, **hub_pushed.variables(hub)}
     subprocess.run([Path(sys.executable).with_name("hf"), *again[1:]], env=variables, check=True, timeout=60)
     assert hub.repos["me/mine"].private is not public
-    old = {"model-00001-of-00001.safetensors": b"old", "model.safetensors.index.json": b"{}"}
+    old = {"model.safetensors.index.json": b"{}", "adapter_config.json": b"{}", "adapter_model.safetensors": b"old"}
     hub.repos["me/mine"].files.update(old)
     subprocess.run([Path(sys.executable).with_name("hf"), *again[1:]], env=variables, check=True, timeout=60)
     assert hub.repos["me/mine"].files == {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -145,7 +146,8 @@ def test_a_refused_push_leaves_the_export_and_says_how_to_push_it(
     with pytest.raises(ExportError, match=said) as caught:
         push(find_repo("mine", public=False), folder, "x")
     assert f"{folder} is exported, but not on the hub" in caught.value.message
-    assert caught.value.hint == f"`hf upload me/mine {folder} --private --delete '*.safetensors*'` tries again"
+    earlier = "--delete '*.safetensors*' --delete adapter_config.json"
+    assert caught.value.hint == f"`hf upload me/mine {folder} --private {earlier}` tries again"
     assert (folder / "model.safetensors").is_file()
 
 
