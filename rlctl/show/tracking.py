@@ -23,6 +23,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
+from rlctl.show.eval_keys import HEADLINES
 from rlctl.show.text_format import counted
 from specs.errors import Interrupted, NotHere, Problem, RlctlError, SpecError
 from specs.json_file import read_object, read_or_empty, write_object
@@ -280,7 +281,7 @@ class TensorBoardTracker(TrackerClient):
             key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
             for key, value in _hyperparameters(spec).items()
         }
-        named = summary.hparams(plain, {"reward/mean": 0.0})  # with the metric that runs are compared by
+        named = summary.hparams(plain, {each.key: 0.0 for each in HEADLINES})  # which runs are compared by
         text = summary.text("spec", _code(json.dumps(spec.resolved(), indent=2, ensure_ascii=False)))
         self._write(0, [*named, text])
 

@@ -358,7 +358,7 @@ def test_tensorboard_files_hold_the_values(tmp_path: Path) -> None:
 
     run(spec_with({"kind": "tensorboard", "samples_every": 2}), tmp_path, range(1, 3))
     [path] = (tmp_path / "tensorboard").iterdir()
-    data, seen, texts, parameters = path.read_bytes(), [], {}, {}
+    data, seen, texts, parameters, compared = path.read_bytes(), [], {}, b"", b""
     while data:  # length, its checksum, the event, its checksum
         length = int.from_bytes(data[:8], "little")
         body = data[12 : 12 + length]
@@ -371,11 +371,14 @@ def test_tensorboard_files_hold_the_values(tmp_path: Path) -> None:
                 texts[value.tag.removesuffix("/text_summary"), event.step] = value.tensor.string_val[0].decode()
             elif "session_start" in value.tag:
                 parameters = value.metadata.plugin_data.content
+            elif "experiment" in value.tag:
+                compared = value.metadata.plugin_data.content
         data = data[16 + length :]
     wanted = [[(step, "reward/mean", step / 10), (step, "eval/x/pass_4", 1.0)] for step in (1, 2)]
     assert [one for one in seen if one[1] in ("reward/mean", "eval/x/pass_4")] == [
         one for step in wanted for one in step
     ]
     assert b"actor.optimizer.lr" in parameters  # the tab HParams
+    assert all(key in compared for key in (b"reward/mean", b"actor/loss", b"actor/reward_accuracy"))  # of any recipe
     assert '"name": "tracked"' in texts["spec", 0]
     assert "\n    <b>2</b>\n    # x\n" in texts["samples", 2]  # in a code block: what a model writes is no markup
