@@ -13,7 +13,8 @@ from pathlib import Path
 from rlctl.models.hub import TIMEOUT_S, offline
 from specs.errors import ExportError, Interrupted, UsageError
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+# The names that `huggingface_hub` takes, of ASCII alone.
+_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))(\w([\w.-]{,94}\w)?/)?\w([\w.-]{,94}\w)?", re.ASCII)
 # Files of an earlier export that the new one may not replace by name; beside a model, adapters would be loaded instead.
 _EARLIER = ["*.safetensors*", "adapter_config.json"]
 

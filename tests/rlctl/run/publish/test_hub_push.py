@@ -68,7 +68,7 @@ def test_a_repository_that_is_seen_by_others_than_asked_for_is_refused(
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["a b", "../x"])
+@pytest.mark.parametrize("name", ["a b", "../x", "me/a--b", "a..b", "mine.git", "me/x-", "me/" + "a" * 97])
 def test_a_name_that_is_none(name: str) -> None:
     with pytest.raises(UsageError, match="not the name of a repository") as caught:
         find_repo(name, public=False)
