@@ -58,8 +58,8 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "schema": (5_076, 4_300, ("specs/schema",)),
     "memory": (1_123, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_568, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_507, 2_000, ("rlctl/show",)),
-    "run": (3_300, 2_200, ("rlctl/run",)),
+    "show": (2_508, 2_000, ("rlctl/show",)),
+    "run": (3_302, 2_200, ("rlctl/run",)),
     "grading": (1_616, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         4_100,
@@ -68,9 +68,9 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
     "engines, packing, weights": (16_192, 15_000, ("backends",)),
-    "four packages": (59_983, 50_000, WINGS),
+    "four packages": (59_986, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_188, 38_000, ("tests",)),
+    "tests with their cases": (49_193, 38_000, ("tests",)),
     "docs": (3_714, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
