@@ -153,6 +153,12 @@ def retry_key(request: ChatRequest, found: Sequence[bytes]) -> tuple[bytes, int,
     return found[-1], request.max_tokens, request.seed
 
 
+def thoughts(request: ChatRequest) -> tuple[str, ...]:
+    """Return what a client says that the model thought, message by message: as such, or in what it said."""
+    said = (one if one["role"] == "assistant" else {"content": ""} for one in request.messages)
+    return tuple((one.get("reasoning_content") or split_thought(one["content"])[0]).strip() for one in said)
+
+
 def digests(request: ChatRequest) -> list[bytes]:
     """Return a digest of the tools, and of the conversation up to each message. Equal digests mean equal conversations:
     arguments are compared as JSON, ids of calls by their places; what the model thought is not compared."""

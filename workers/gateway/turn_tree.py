@@ -13,7 +13,7 @@ from typing import Any
 
 from specs.schema.environment import StopReason
 from workers.chat.chat_turns import AssistantTurn
-from workers.gateway.chat_request import ChatReply, ChatRequest, digests, extended, retry_key
+from workers.gateway.chat_request import ChatReply, ChatRequest, digests, extended, retry_key, thoughts
 
 
 @dataclass(eq=False)
@@ -36,11 +36,16 @@ class TreeTurn:
     asked: int = 1  # times
 
     @property
+    def path(self) -> Sequence[TreeTurn]:
+        """The turns of its conversation, from itself back to the root."""
+        found = [self]
+        while (parent := found[-1].parent) is not None:
+            found.append(parent)
+        return found
+
+    @property
     def root(self) -> TreeTurn:
-        turn = self
-        while turn.parent is not None:
-            turn = turn.parent
-        return turn
+        return self.path[-1]
 
     @property
     def added(self) -> Sequence[Mapping[str, Any]]:
@@ -64,7 +69,7 @@ class TurnTree:
         found = digests(request)
         alike = self._by_request.setdefault(retry_key(request, found), [])
         for turn in alike if retried else ():
-            if not turn.delivered and not turn.waiting:
+            if not turn.delivered and not turn.waiting and _may_be_equal(request, turn.request):
                 turn.asked += 1
                 return turn, False
         self._count += 1
@@ -86,11 +91,11 @@ class TurnTree:
     def _parent(self, request: ChatRequest, found: Sequence[bytes]) -> TreeTurn | None:
         """Return the last turn of the conversation that was sampled here, where users and tools alone follow it."""
         for place in range(len(request.messages) - 1, 0, -1):
-            message = request.messages[place - 1]
-            if message["role"] != "assistant":
+            if request.messages[place - 1]["role"] != "assistant":
                 continue
-            turns = self._by_conversation.get(found[place], ())
-            return next((turn for turn in reversed(turns) if _is_turn(message, turn)), None)
+            turns = {turn: _agreement(request, turn) for turn in reversed(self._by_conversation.get(found[place], ()))}
+            best = max(turns, key=lambda turn: (turns[turn], turn.delivered), default=None)
+            return best if best is not None and turns[best] >= 0 else None
         return None
 
     # ── what is learned from ──────────────────────────────────────────────────────────────────────
@@ -109,10 +114,17 @@ class TurnTree:
         return [root for root in found if len(root.request.tools) == most]
 
 
-def _is_turn(message: Mapping[str, Any], turn: TreeTurn) -> bool:
-    """Return whether a message is this turn: what the model thought, where a client sends it back, is the same."""
-    thought = message.get("reasoning_content", "")
-    return not thought or thought.strip() == turn.reply.result().reasoning.strip()
+def _may_be_equal(request: ChatRequest, other: ChatRequest) -> bool:
+    """Return whether requests that are equal but for thoughts have no two that differ."""
+    return all(not mine or not its or mine == its for mine, its in zip(thoughts(request), thoughts(other), strict=True))
+
+
+def _agreement(request: ChatRequest, turn: TreeTurn) -> int:
+    """Return how many thoughts, in this turn and before, are as a client sends them back; -1 where one is another."""
+    known = {place: thought for place, thought in enumerate(thoughts(turn.root.request)) if thought}
+    known |= {len(one.request.messages): one.reply.result().reasoning.strip() for one in turn.path}
+    sent = [(thought, known.get(place, thought)) for place, thought in enumerate(thoughts(request))]
+    return -1 if any(thought and thought != own for thought, own in sent) else sum(one == own for one, own in sent)
 
 
 def _asked(request: ChatRequest) -> str:

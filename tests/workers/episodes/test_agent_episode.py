@@ -218,6 +218,36 @@ async def test_the_systems_text_is_changed_in_the_middle() -> None:
         assert '"city": "Rome"' in served.text(served.samples[1].tokens)
 
 
+@pytest.mark.parametrize("within", [False, True])
+async def test_answers_that_differ_in_what_was_thought_are_each_continued(within: bool) -> None:
+    """By whoever sends that thought back, in what was said or beside it, or has none; also two turns later, and where
+    one of them gives up."""
+    firsts = [f"<think>\nThis.\n</think>\n\nSee.{END}", f"See.{END}", f"<think>\nThat.\n</think>\n\nSee.{END}"]
+    async with serving([*firsts, *[f"Ok.{END}"] * 7]) as served:
+        conversations: list[list[Any]] = [[asked(TASK)] for _ in firsts]
+        for step in range(3):
+            for messages in conversations:
+                if step == 1:
+                    await asyncio.shield(served.episode.ask(WIRE.read({"messages": messages})).reply)
+                reply = await ask(served, messages)
+                said = WIRE.write(reply, ChatRequest())["choices"][0]["message"]
+                if within and reply.reasoning:
+                    said = {"role": "assistant", "content": firsts[len(served.samples) - 1].removesuffix(END)}
+                messages += [said, asked("more")]
+        served.episode.settle()
+        assert [served.written(sample) for sample in served.samples] == [f"{first}Ok.{END}Ok.{END}" for first in firsts]
+
+
+async def test_an_answer_that_nobody_has_read_is_not_taken_for_its_twin() -> None:
+    async with serving([f"Ok.{END}"]) as served:
+        reply = await ask(served, [asked(TASK)])
+        await asyncio.shield(served.episode.ask(WIRE.read({"messages": [asked(TASK)]})).reply)
+        said = WIRE.write(reply, ChatRequest())["choices"][0]["message"]
+        await ask(served, [asked(TASK), said, asked("more")])
+        served.episode.settle()
+        assert [turn.learned for turn in served.episode.tree.turns] == [True, False, True]
+
+
 FORGETS = """
 {%- for m in messages %}<|im_start|>{{ m.role[0] }}
 {{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>
