@@ -189,7 +189,7 @@ class AgentEpisode(Episode):
             read, turn.limit = await self._turn(chat, number, request.max_tokens)
         finally:
             self._end_drawing()
-        if self._ended == before:  # else a limit was met beside it
+        if self._ended == before and self._is_main(turn):  # else a limit was met beside it
             self._ended = turn.limit
         turn.sample, turn.end = number, len(sample.tokens)
         if request.prompt is not None:
@@ -197,6 +197,11 @@ class AgentEpisode(Episode):
         turn.turn = chat.numbered(read, self.trajectory.tool_calls)
         self.trajectory.tool_calls += len(read.calls)
         return self._as_reply(turn, turn.turn)
+
+    def _is_main(self, turn: TreeTurn) -> bool:
+        """Return whether a turn is the agent's work at its task, as far as is known."""
+        roots = self.tree.main_roots(prompt_of(self.task.messages))
+        return self.section.learn_from == "all" or turn.root in roots
 
     def _place(self, turn: TreeTurn, chat: ChatTurns) -> int:
         """Return the number of the sample that a turn belongs to, with all that stands before it."""

@@ -205,6 +205,14 @@ async def test_titles_and_memories_are_not_the_agents_work(learn_from: str, lear
         assert [note["learned"] for note in notes] == [learn_from == "all", True, learn_from == "all"]
 
 
+@pytest.mark.parametrize(("learn_from", "stop"), [("main", None), ("all", "max_tokens")])
+async def test_a_truncated_memory_does_not_truncate_the_episode(learn_from: str, stop: str | None) -> None:
+    async with serving([f"42.{END}", "long " * 9], learn_from=learn_from, turn_tokens=10) as served:
+        await ask(served, [asked(TASK)], [WEATHER])
+        await ask(served, [asked(f"What of this is worth remembering? {TASK}: 42.")])
+        assert served.episode._ended == stop
+
+
 async def test_the_systems_text_is_changed_in_the_middle() -> None:
     """A new root of the same rollout that is learned from: there is no proof that the model had said it after this."""
     async with serving([call(city="Rome"), f"Hot.{END}"]) as served:
