@@ -80,12 +80,11 @@ class JudgePanel:
             self._judges[number] = JudgeGrader(term, number, setting.answer_column, cache)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread.start()
         self._counting = threading.Lock()
 
     def start(self, requests: Sequence[GradeRequest]) -> JudgedSamples:
         """Send samples out; return their grades to come, by the number of each judge."""
-        if not self._thread.is_alive():
-            self._thread.start()
         return {
             number: [judge.start(request, self._loop) for request in requests] for number, judge in self._judges.items()
         }
@@ -114,10 +113,9 @@ class JudgePanel:
 
     def close(self) -> None:
         """Break off what is under way."""
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_S)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
         self._loop.close()
         for judge in self._judges.values():
             if judge.cache is not None:
