@@ -6,7 +6,7 @@ What is learned from is settled at the end. Tokens that two samples share are le
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ class AgentEpisode(Episode):
             raise EnvironmentLost("crash", f"{said}{why}{f': {last}' if last and not self._refused else ''}")
         if code < 0 and self._ended is None:
             raise EnvironmentLost("crash", f"{said}: it was killed")
-        main = self.tree.main_turns(prompt_of(self.task.messages))
+        main = self._main()
         if main and not main[-1].delivered and not self._told.is_set():
             raise EnvironmentLost("crash", f"{said}, and had not waited for the model's last reply")
 
@@ -189,7 +189,7 @@ class AgentEpisode(Episode):
             read, turn.limit = await self._turn(chat, number, request.max_tokens)
         finally:
             self._end_drawing()
-        if self._ended == before and self._is_main(turn):  # else a limit was met beside it
+        if self._ended == before and turn in self._work():  # else a limit was met beside it
             self._ended = turn.limit
         turn.sample, turn.end = number, len(sample.tokens)
         if request.prompt is not None:
@@ -198,10 +198,12 @@ class AgentEpisode(Episode):
         self.trajectory.tool_calls += len(read.calls)
         return self._as_reply(turn, turn.turn)
 
-    def _is_main(self, turn: TreeTurn) -> bool:
-        """Return whether a turn is the agent's work at its task, as far as is known."""
-        roots = self.tree.main_roots(prompt_of(self.task.messages))
-        return self.section.learn_from == "all" or turn.root in roots
+    def _main(self) -> Sequence[TreeTurn]:
+        return self.tree.main_turns(prompt_of(self.task.messages))
+
+    def _work(self) -> Sequence[TreeTurn]:
+        """Return the turns that are the agent's work, as far as is known."""
+        return self.tree.turns if self.section.learn_from == "all" else self._main()
 
     def _place(self, turn: TreeTurn, chat: ChatTurns) -> int:
         """Return the number of the sample that a turn belongs to, with all that stands before it."""
@@ -267,10 +269,10 @@ class AgentEpisode(Episode):
     def settle(self) -> None:
         """Take off the mask what is not the agent's work at its task, and what nobody has read; keep the conversation
         that the task ended with."""
-        main = self.tree.main_turns(prompt_of(self.task.messages))
+        main, work = self._main(), self._work()
         continued = {turn.parent for turn in self.tree.turns}  # read, whatever became of the connection afterwards
         for turn in self.tree.turns:
-            turn.learned = (turn.delivered or turn in continued) and (self.section.learn_from == "all" or turn in main)
+            turn.learned = (turn.delivered or turn in continued) and turn in work
             if turn.turn is not None and not turn.learned:
                 self.trajectory.samples[turn.sample].mask[turn.start : turn.end] = [0] * (turn.end - turn.start)
         self.trajectory.notes["requests"] = [

@@ -93,7 +93,8 @@ class TurnTree:
         for place in range(len(request.messages) - 1, 0, -1):
             if request.messages[place - 1]["role"] != "assistant":
                 continue
-            turns = {turn: _agreement(request, turn) for turn in reversed(self._by_conversation.get(found[place], ()))}
+            sent, alike = thoughts(request), reversed(self._by_conversation.get(found[place], ()))
+            turns = {turn: _agreement(sent, turn) for turn in alike}
             best = max(turns, key=lambda turn: (turns[turn], turn.delivered), default=None)
             return best if best is not None and turns[best] >= 0 else None
         return None
@@ -119,12 +120,12 @@ def _may_be_equal(request: ChatRequest, other: ChatRequest) -> bool:
     return all(not mine or not its or mine == its for mine, its in zip(thoughts(request), thoughts(other), strict=True))
 
 
-def _agreement(request: ChatRequest, turn: TreeTurn) -> int:
+def _agreement(sent: Sequence[str], turn: TreeTurn) -> int:
     """Return how many thoughts, in this turn and before, are as a client sends them back; -1 where one is another."""
     known = {place: thought for place, thought in enumerate(thoughts(turn.root.request)) if thought}
     known |= {len(one.request.messages): one.reply.result().reasoning.strip() for one in turn.path}
-    sent = [(thought, known.get(place, thought)) for place, thought in enumerate(thoughts(request))]
-    return -1 if any(thought and thought != own for thought, own in sent) else sum(one == own for one, own in sent)
+    pairs = [(thought, known.get(place, thought)) for place, thought in enumerate(sent)]
+    return -1 if any(thought and thought != own for thought, own in pairs) else sum(one == own for one, own in pairs)
 
 
 def _asked(request: ChatRequest) -> str:
