@@ -70,8 +70,8 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "engines, packing, weights": (16_192, 15_000, ("backends",)),
     "four packages": (60_010, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_231, 38_000, ("tests",)),
-    "docs": (3_714, 3_500, ("docs",)),
+    "tests with their cases": (49_245, 38_000, ("tests",)),
+    "docs": (3_715, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

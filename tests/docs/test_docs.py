@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import yaml
 from typer.main import get_command
 
 from rlctl.cli import app
@@ -98,6 +100,19 @@ def parsed(line: str) -> None:
 def test_commands_of_a_page_parse(page: Path) -> None:
     for line in commands(page.read_text(encoding="utf-8")):
         parsed(line)
+
+
+def test_the_job_for_kuberay_is_all_that_its_submitter_runs(tmp_path: Path) -> None:
+    """Its operator writes the entrypoint as it is into the command line of a shell elsewhere."""
+    job = yaml.safe_load((ROOT / "docs" / "examples" / "rayjob.yaml").read_text(encoding="utf-8"))
+    for program in ("ray", "rlctl"):
+        (tmp_path / program).write_text(f'#!/bin/sh\nprintf "%s\\n" {program} "$@"\n')
+        (tmp_path / program).chmod(0o755)
+    line = f"if true ; then ray job submit --no-wait -- {job['spec']['entrypoint'].strip()} ; fi"
+    done = subprocess.run(["/bin/sh", "-ce", line], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    submitted, _, command = done.stdout.partition("\nsh\n-c\n")
+    assert submitted.splitlines() == ["ray", "job", "submit", "--no-wait", "--"], done.stdout + done.stderr
+    assert re.fullmatch(r"cd /shared && rlctl train my\.toml .*--resume\)\n", command), done.stdout
 
 
 def test_the_example_of_every_help_parses() -> None:
