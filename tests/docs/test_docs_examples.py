@@ -133,8 +133,7 @@ async def test_an_environment_of_openenv(tmp_path: Path) -> None:
     walks = make_pool(tmp_path, path=f"{mine}:Walks", processes=1)
     async with started(numbers):
         environment = await numbers.open()
-        first = await environment.reset({"number": 7, "prompt": "…"}, 5)
-        assert first.content == "\nGuess. The seed is 5."
+        assert await environment.reset({"number": 7, "prompt": "…"}, 5) == "\nGuess. The seed is 5."
         replies = [await environment.step(text) for text in (" 3\n", "7")]
         assert [(each.text, each.reward, each.done) for each in replies] == [
             ("wrong", 0.0, False),
