@@ -36,11 +36,11 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
     option = f"--push-to-hub {name}"
+    later = f"push later: `hf upload NAME OUT_DIR{' --private' * (not public)}`"
     if not _NAME.fullmatch(name):
         raise UsageError(f"{option}: not the name of a repository", hint="write OWNER/NAME, or NAME for your own")
     if offline():
-        hint = "unset it, or push later: `hf upload NAME OUT_DIR --private`"
-        raise UsageError(f"{option}: HF_HUB_OFFLINE is set", hint=hint)
+        raise UsageError(f"{option}: HF_HUB_OFFLINE is set", hint=f"unset it, or {later}")
     if not get_token():
         raise UsageError(f"{option}: this machine has no token of the hub", hint="`hf auth login`, or set HF_TOKEN")
     api = HfApi()
@@ -58,7 +58,7 @@ def find_repo(name: str, *, public: bool) -> HubRepo:
         )
         raise UsageError(f"{option}: the hub answered {code}: {_words(error)}", hint=hint) from None
     except (HTTPError, OSError, ValueError) as error:  # a sign-in page is no JSON
-        hint = "see that this machine reaches the hub, or push later: `hf upload NAME OUT_DIR --private`"
+        hint = f"see that this machine reaches the hub, or {later}"
         raise UsageError(f"{option}: the hub cannot be reached: {_words(error)}", hint=hint) from None
     if not there.private and not public:
         raise UsageError(f"{option}: {name} is public", hint="add --public to push there, or name another repository")

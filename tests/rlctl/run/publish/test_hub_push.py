@@ -88,8 +88,9 @@ def test_without_a_token_or_network_the_export_does_not_begin(
         with pytest.raises(UsageError, match="no token of the hub"):
             find_repo("mine", public=False)
         changed.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
-            find_repo("mine", public=False)
+        with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set") as caught:
+            find_repo("mine", public=True)
+        assert caught.value.hint.endswith("`hf upload NAME OUT_DIR`")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UsageError, match="the hub cannot be reached"):
         find_repo("mine", public=False)
