@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,11 +72,13 @@ def unlike_rows(rows: Batch, max_tokens: int) -> Batch:
 
 @dataclass
 class PrecomputedReference(Reference):
-    """Log-probs of all rows, computed once. Where the reference is no role of its own, the actor is it until a
-    checkpoint is loaded, at every start. `path` keeps them for later attempts and forks; a digest of model, tokens and
-    mask finds them there again, so that those of another model or row are never taken."""
+    """Log-probs of rows, computed once: of the first `draws` that are trained on, or of all. Where the reference is no
+    role of its own, the actor is it until a checkpoint is loaded, at every start. `path` keeps them for later attempts
+    and forks; a digest of model, tokens and mask finds them there again, so that those of another model or row are
+    never taken."""
 
     path: Path
+    draws: int | None = None
     known: dict[bytes, NDArray[np.float32]] = field(default_factory=dict)  # digest → log-probs of a sequence
     model: bytes = b""  # whose they are
 
@@ -86,17 +90,16 @@ class PrecomputedReference(Reference):
         built = driver.built[(driver.ref or driver.lead).role]
         self.model = f"{built.dtype} {built.weights_checksum}".encode()
         kept = self._read()
-        wanted: tuple[Literal["all", "eval"], ...] = ("all", "eval")
+        trained_on = self._rows(driver, "all") if self.draws is None else self._rows(driver, "train", self.draws)
         unread = kept  # of rows that may still come
         try:
-            for what in wanted:
-                for rows in self._rows(driver, what):
-                    digests = self._digests(rows)
-                    self.known |= {digest: kept[digest] for digest in digests if digest in kept}
-                    if missing := [n for n, digest in enumerate(digests) if digest not in self.known]:
-                        rows = rows.select(np.array(missing))
-                        pieces = np.split(super().logprobs(driver, rows, 0), rows.offsets[1:-1])
-                        self.known |= zip((digests[n] for n in missing), pieces, strict=True)
+            for rows in chain(trained_on, self._rows(driver, "eval")):
+                digests = self._digests(rows)
+                self.known |= {digest: kept[digest] for digest in digests if digest in kept}
+                if missing := [n for n, digest in enumerate(digests) if digest not in self.known]:
+                    rows = rows.select(np.array(missing))
+                    pieces = np.split(super().logprobs(driver, rows, 0), rows.offsets[1:-1])
+                    self.known |= zip((digests[n] for n in missing), pieces, strict=True)
             unread = {}
         finally:
             if (known := unread | self.known).keys() != kept.keys():
@@ -110,10 +113,10 @@ class PrecomputedReference(Reference):
         return [blake2b(b"".join([self.model, *map(bytes, row)]), digest_size=16).digest() for row in columns]
 
     @staticmethod
-    def _rows(driver: Driver, what: Literal["all", "eval"]) -> Iterator[Batch]:
+    def _rows(driver: Driver, what: Literal["train", "all", "eval"], most: int = sys.maxsize) -> Iterator[Batch]:
         position = 0
-        while True:
-            request = bodies.DrawRows(what=what, position=position, count=AT_ONCE)
+        while position < most:
+            request = bodies.DrawRows(what=what, position=position, count=min(AT_ONCE, most - position))
             answer = driver.data.call(Verb.ROWS, request)[0]
             if not len(answer.batch):
                 return

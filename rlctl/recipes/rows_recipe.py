@@ -53,16 +53,18 @@ class RowsRecipe(Driver):
         progress: Progress,
         built: Mapping[RoleName, ModelBuilt] | None = None,
         ref_logprobs: Path = Path(),
+        draws: int | None = None,
         sync: SteadySync | None = None,
         grading: SteadyGrading | None = None,
     ) -> None:
-        """`ref_logprobs`: the file for a reference's log-probs that are computed once. `sync` gives the rollout its
-        weights, where completions are sampled to evaluate the model; `grading` restores failed graders."""
+        """`ref_logprobs`: the file for a reference's log-probs that are computed once, of the first `draws`, or of all
+        rows. `sync` gives the rollout its weights, where completions are sampled to evaluate the model; `grading`
+        restores failed graders."""
         super().__init__(spec, groups, residency, window, progress, built)
         self.spec = spec
         self.reference: Reference | None = None
         if spec.objective.needs_ref:
-            self.reference = PrecomputedReference(ref_logprobs) if spec.precomputes_ref else Reference()
+            self.reference = PrecomputedReference(ref_logprobs, draws) if spec.precomputes_ref else Reference()
         self.position = self.drawn = 0  # rows that were learned from, and with those of a step that is not over
         self.epoch = 0.0
         self.drawing: Call | None = None  # of the next step's rows
@@ -147,7 +149,7 @@ class RowsRecipe(Driver):
     # ── around the steps ──────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
-        """Compute what the reference says of all rows, where that is done once."""
+        """Compute what the reference says of the rows, where that is done once."""
         if self.reference is not None:
             with self.phase("train", 0, "log-probs of the reference"):
                 self.reference.prepare(self)

@@ -23,6 +23,7 @@ from rlctl.processes.rank_states import RestartPolicy
 from rlctl.processes.role_configs import build_bodies
 from rlctl.recipes.rl import Rl
 from rlctl.recipes.rows_recipe import RowsRecipe
+from rlctl.run.lineage import Fork
 from rlctl.run.run_dir import RunDir
 from rlctl.show.progress import Progress
 from specs.schema.recipes import RlSpec, RowsSpec, SamplingSpec, sampling_of
@@ -101,7 +102,9 @@ def start(run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progres
         grading = SteadyGrading(recovery(REWARD), spent)
     driver: Driver
     if isinstance(spec, RowsSpec):
-        driver = RowsRecipe(spec, roles, residency, window, progress, built, run.ref_logprobs, sync, grading)
+        draws = spec.run.steps * spec.data.rows_per_step
+        few = draws if draws < opened.rows and Fork.of(run.path) is None else None  # a fork begins elsewhere
+        driver = RowsRecipe(spec, roles, residency, window, progress, built, run.ref_logprobs, few, sync, grading)
     else:
         assert isinstance(spec, RlSpec)
         assert sync is not None

@@ -89,7 +89,7 @@ class Preference(Objective):
     unit: ClassVar[Unit] = "pair"
 
     precompute_ref: bool = False
-    """Compute the reference's log-probs of all rows once, before the first step, and keep them with the run. The actor
+    """Compute the reference's log-probs of the run's rows once, before the first step, and keep them. The actor
     does it then, before it has learned, unless `ref.model` names another model: no second model is held. Not of
     `simpo` and `orpo`, which have no reference, nor of `kto`, whose KL is of other pairs in every step."""
 

@@ -174,7 +174,9 @@ def test_what_was_computed_of_a_reference_stays_where_the_rest_is_interrupted(tm
     with pytest.raises(Interrupted), local_run(spec, tmp_path / "run"):
         pass
     with local_run(spec, tmp_path / "run"):
-        assert sizes == [2 * 52, 2 * 8, 2 * 8]
+        assert sizes == [2 * 4 * 6, 2 * 8, 2 * 8], "of 52 rows those that 4 steps draw"
+    with local_run(spec, tmp_path / "run", "run.steps=20"):
+        assert sizes[3:] == [2 * (52 - 4 * 6)]
 
 
 def test_the_kl_is_estimated_with_the_completions_of_other_rows() -> None:
