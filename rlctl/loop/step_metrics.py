@@ -39,7 +39,7 @@ METRICS: tuple[Metric, ...] = (
             "perf/tokens_per_s [tokens/s]": "Tokens of prompts and completions, by `time/step_s`.",
             "rollout/length_mean [tokens]": "Mean length of the completions that are learned from.",
             "rollout/length_max [tokens]": "The longest of them.",
-            "rollout/finished [share]": "Completions that ended by themselves, before `data.max_response_tokens`.",
+            "rollout/finished [share]": "Completions that ended by themselves, before any limit.",
             "rollout/repeated [share]": "Completions that are the same, token by token, as another of their group.",
             "rollout/tokens [tokens]": "Of all completions that are learned from.",
         },

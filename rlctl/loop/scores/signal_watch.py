@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlctl.show.text_format import FEW_FINISH, number, share
+from specs.schema.environment import BY_ITSELF, STOP_REASONS
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Scored
@@ -67,7 +68,7 @@ class SignalWatch:
             words = f"in every group all scores are equal, after {refills} refills too: nothing to learn."
             yield "reward/silent_groups", words
         if metrics["rollout/finished"] < FEW_FINISH:
-            yield "rollout/finished", self._truncated(metrics["rollout/finished"])
+            yield "rollout/finished", self._truncated(metrics)
         if lone := metrics.get("reward/lone_groups", 0):
             least = self._spec.algorithm.advantage.min_group
             words = f"groups with fewer than {least} completions that could be graded: {lone}. With nothing to compare,"
@@ -81,10 +82,14 @@ class SignalWatch:
                 f"within {low:g} and {high:g}. Widen the band, or lower rollout.max_staleness.",
             )
 
-    def _truncated(self, finished: float) -> str:
-        limit = self._spec.data.max_response_tokens
+    def _truncated(self, metrics: Mapping[str, Any]) -> str:
+        finished, limit = share(metrics["rollout/finished"]), self._spec.data.max_response_tokens
+        if self._spec.environments:
+            shares = {each: metrics[f"episode/stop_{each}"] for each in STOP_REASONS if each not in BY_ITSELF}
+            others = ", ".join(f"{each} {share(of_all)}" for each, of_all in shares.items() if of_all)
+            return f"{finished} of the episodes end by themselves; {others}. samples.jsonl shows them turn by turn."
         return (
-            f"{share(finished)} of the completions end by themselves, the others are truncated at "
+            f"{finished} of the completions end by themselves, the others are truncated at "
             f"data.max_response_tokens = {limit}. Where answers need more room, raise it; else samples.jsonl "
             "(completion_raw) shows what the model writes instead of its end token. Random weights first learn to end."
         )

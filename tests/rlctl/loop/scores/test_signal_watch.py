@@ -11,6 +11,7 @@ from corpus import base
 from rlctl.loop.sampling import Scored, Thrown
 from rlctl.loop.scores.signal_watch import SignalWatch
 from specs.load.load import spec_from
+from specs.schema.environment import STOP_REASONS
 
 GRADED = Scored(np.zeros(8, np.float32), np.ones(8, bool), {}, {}, [], completions=8)
 USUAL = {
@@ -25,7 +26,7 @@ USUAL = {
 def said_of(*steps: dict, scored: Scored = GRADED, **sections: dict) -> list[str]:
     raw = base()
     for name, keys in sections.items():
-        raw[name].update(keys)
+        raw.setdefault(name, {}).update(keys)
     said: list[str] = []
     watch = SignalWatch(spec_from(raw), said.append)
     for number, metrics in enumerate(steps, start=1):
@@ -73,6 +74,14 @@ def test_completions_that_never_end_are_told_once_at_any_step(finished: float, t
     if said:
         assert said[0].startswith("step 2: ")
         assert f"data.max_response_tokens = {base()['data']['max_response_tokens']}" in said[0]
+
+
+def test_episodes_that_a_limit_ends_are_told_by_that_limit() -> None:
+    """Not all are truncated at `data.max_response_tokens`."""
+    stops = {f"episode/stop_{reason}": 0.0 for reason in STOP_REASONS} | {"episode/stop_max_turns": 0.75}
+    few = {"rollout/finished": 0.05, "episode/stop_completed": 0.05, "episode/stop_context_overflow": 0.2}
+    (line,) = said_of(stops | few, environment={"path": "talk.py:Talk"})
+    assert "5.0% of the episodes end by themselves; max_turns 75%, context_overflow 20%." in line
 
 
 def test_what_was_left_out_is_told_once_with_the_metric_that_counts_on() -> None:
