@@ -100,8 +100,9 @@ def differences(runs: Sequence[ComparedRun]) -> Rows:
 
 
 def finals(runs: Sequence[ComparedRun]) -> Rows:
-    shown = {each.word: each.key for each in (eval_keys.headline(run.records) for run in runs)}
     known = {key for run in runs for line in run.records for key in line}
+    heads = {each.key: each.word for each in (eval_keys.headline(run.records) for run in runs) if each.key in known}
+    shown = {key if [*heads.values()].count(word) > 1 else word: key for key, word in heads.items()}
     shown |= {heading: key for heading, key in FINALS.items() if key in known}
     keys = eval_keys.keys(line for run in runs for line in run.records) | shown
     rows = []

@@ -384,6 +384,23 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
         read_runs([tmp_path])
 
 
+def test_runs_that_are_followed_by_different_accuracies_show_both(tmp_path: Path) -> None:
+    """An evaluation without steps has no column of its own."""
+    of_run = {
+        "dpo": {"actor/reward_accuracy": 0.25, "eval/heldout/reward_accuracy": 0.75},
+        "rm": {"reward_model/accuracy": 0.5, "eval/heldout/accuracy": 1.0},
+        "eval": {"eval/heldout/reward_mean": 0.125},
+    }
+    for name, line in of_run.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 4, **line}) + "\n")
+        (tmp_path / name / "resolved.json").write_text("{}")
+    headings, rows = finals(read_runs([tmp_path / name for name in of_run]))
+    assert "reward" not in headings
+    cells = [{cell for cell in row[4:] if cell != "–"} for row in rows]
+    assert cells == [{"0.250", "0.750"}, {"0.500", "1"}, {"0.125"}]
+
+
 WRITES = """
 import sys
 from pathlib import Path
