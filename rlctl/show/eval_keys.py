@@ -11,7 +11,7 @@ from rlctl.show.text_format import number
 PREFIX = "eval/"
 MEAN = "reward_mean"
 SOLVED = "pass@"
-BESIDES = ("reward_accuracy", "accuracy", "loss", "perplexity", "token_accuracy")  # of an evaluation on rows
+BESIDES = (MEAN, "reward_accuracy", "accuracy", "loss", "perplexity", "token_accuracy")  # besides what is first
 
 
 @dataclass(frozen=True)

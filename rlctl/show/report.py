@@ -181,7 +181,7 @@ def _charts(records: Records, terms: dict[str, str]) -> str:
     sets = eval_keys.by_set({key: points(records, key) for key in dict.fromkeys(itertools.chain(*records))})
     shown = eval_keys.headline(records)
     main = {"train": points(records, shown.key)}
-    main |= {f"eval {name}": series[eval_keys.main(series)] for name, series in sets.items()}
+    main |= {f"eval {name}": series[shown.metric] for name, series in sets.items() if shown.metric in series}
     figures = [
         chart(shown.word.capitalize(), main),
         chart("Reward spread", {"all completions": points(records, "reward/std")}, unit="standard deviation"),

@@ -384,6 +384,17 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
         read_runs([tmp_path])
 
 
+def test_an_evaluation_is_drawn_beside_what_it_compares_with(tmp_path: Path) -> None:
+    """A run on rows whose model also writes has a mean reward; that is no loss."""
+    evaluated = {"eval/heldout/loss": 2.5, "eval/heldout/reward_mean": 0.125}
+    records = [{"step": 0, **evaluated}, {"step": 1, "actor/loss": 2.75, **evaluated}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    source, _ = page_of(tmp_path)
+    found = dict(reversed(re.findall(r'aria-label="(.*?)" data-stacked="0" data-series="(.*?)"', source)))
+    assert json.loads(found["Loss"]) == [[[1, 2.75]], [[0, 2.5], [1, 2.5]]]
+    assert json.loads(found["Reward mean, eval heldout"]) == [[[0, 0.125], [1, 0.125]]]
+
+
 def test_runs_that_are_followed_by_different_accuracies_show_both(tmp_path: Path) -> None:
     """An evaluation without steps has no column of its own."""
     of_run = {
