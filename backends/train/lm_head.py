@@ -113,6 +113,7 @@ class Head:
         # the head's is then added during the forward pass, and never exists twice.
         self.adds_gradient = False
         self.scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere
+        self.scale *= float(getattr(text, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
         self.scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
         self.linear.forward = self._forward

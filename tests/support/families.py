@@ -206,6 +206,10 @@ FAMILIES = {
             "architectures": ["FalconH1ForCausalLM"],
             "head_dim": 8,
             "mamba_d_ssm": 32,
+            # Published ones have all of these.
+            **{"embedding_multiplier": 1.5, "lm_head_multiplier": 0.5, "key_multiplier": 0.7},
+            **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9},
+            **{"mlp_multipliers": [0.9, 1.1], "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
         },
     ),
     "granitemoehybrid": Family(
