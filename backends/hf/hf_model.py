@@ -110,7 +110,7 @@ def import_code(config: ModelConfig) -> None:
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
-    """Return the model's `config.json`, or its part for the language model, with dropout switched off.
+    """Return the model's `config.json`, or its part for the language model, without dropout and balancing of experts.
 
     Raises ModelError when it is missing or unfit."""
     hf_config: PretrainedConfig
@@ -125,6 +125,8 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         # Log-probs must not be random: sampler and trainer would never agree.
         if isinstance(value, float) and "drop" in name:  # of numbers, or of whole layers
             setattr(text, name, 0.0)
+    if getattr(text, "output_router_logits", False):
+        text.output_router_logits = False  # else each call computes a balancing loss, by a mask that a packed row lacks
     if config.head != "lm":
         hf_config.num_labels = 1
     return hf_config
