@@ -63,6 +63,7 @@ def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
         model = _from_config(config, hf_config, dtype, decision.implementation, draw=load_weights)
     refuse_a_swap(model, decision)
     state_layers.install(model)
+    packed_attention.tell_positions(model)
     cast(nn.Module, model).to(config.device)  # a `PreTrainedModel` wraps it in a way that no type checker can call
     model.eval()
     return model
@@ -91,6 +92,7 @@ def build_without_memory(config: ModelConfig) -> PreTrainedModel:
     refuse_own_attention(model, decision)
     refuse_a_swap(model, decision)
     state_layers.install(model)
+    packed_attention.tell_positions(model)
     facts = model_facts(model.config.to_dict())
     if facts is not None and facts.state_layers and not state_layers.has_state_layers(model):
         raise ModelError(

@@ -165,3 +165,28 @@ def install() -> None:
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_by_layout
     ALL_ATTENTION_FUNCTIONS["eager"] = eager_by_layout
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+class RowPositions:
+    """Stands in for the cache of Llama 4's layers without rotary positions: from it they read at which position a row
+    begins, to scale queries by position. Here it is how far each token's own is from its place in the row."""
+
+    def __init__(self, position_T: Tensor) -> None:
+        self._offset_T = position_T - torch.arange(len(position_T), device=position_T.device)
+
+    def get_seq_length(self, layer_idx: int) -> Tensor:
+        return self._offset_T
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def tell_positions(model: nn.Module) -> None:
+    """Have layers that scale queries by position do so by that of each token, not by its place in a packed row."""
+
+    def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"past_key_values": RowPositions(kwargs["position_ids"][0])}
+
+    for module in model.modules():
+        if any(getattr(child, "attn_temperature_tuning", False) for child in module.children()):
+            module.register_forward_pre_hook(tell, with_kwargs=True)

@@ -174,12 +174,12 @@ def _plain_attention(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
 
 
 def _short_windows(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
-    """Return sliding windows and chunks that these short sequences outgrow. Masks read them from the configuration,
-    layers have them too, and a model may hand them on from one of both alone."""
+    """Return sliding windows, chunks and steps of positions (Llama 4's) that these short sequences outgrow. Masks read
+    them from the configuration, layers have them too, and a model may hand them on from one of both alone."""
     text: PretrainedConfig = model.config.get_text_config()
     layers = list(attention_modules(model))
     holders: dict[int, Any] = {id(each): each for each in (text, *(layer.config for layer in layers), *layers)}
-    names = ("sliding_window", "attention_chunk_size")
+    names = ("sliding_window", "attention_chunk_size", "floor_scale")
     found = [(each, name, getattr(each, name, None)) for each in holders.values() for name in names]
     return [(each, name, _WINDOW) for each, name, limit in found if isinstance(limit, int) and limit > _WINDOW]
 

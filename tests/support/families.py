@@ -305,6 +305,8 @@ FAMILIES = {
             "interleave_moe_layer_step": 2,
             "attention_chunk_size": 4,
             "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            **{"floor_scale": 4, "attn_scale": 0.5},  # its queries grow every 4 tokens, published ones every 8192
         },
     ),
     "lfm2": Family(
