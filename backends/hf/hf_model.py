@@ -181,7 +181,18 @@ def _from_pretrained(
             f"model {config.path} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}",
             hint="is it a causal language model, and are all its weight files there?",
         )
+    for name, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if name not in model.all_tied_weights_keys:  # transformers unties what differs, and only warns
+            raise differ_on_disk(config.path, first, name)
     return model
+
+
+def differ_on_disk(path: str, first: str, other: str) -> ModelError:
+    """Return the error for weights that are to be one."""
+    return ModelError(
+        f"model {path}: {first} and {other} are tied by config.json, but differ on disk",
+        hint="set tie_word_embeddings to false in its config.json",
+    )
 
 
 def _new_head(config: ModelConfig, model: PreTrainedModel, info: Mapping[str, Any]) -> tuple[str, ...]:

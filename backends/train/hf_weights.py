@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from backends.hf.hf_model import build_model
+from backends.hf.hf_model import build_model, differ_on_disk
 from backends.hf.score_layer import no_score_layer, wrong_score_layer
 from backends.train.tensor_shards import Shard
 from backends.weights.tensor_bytes import named_weights
@@ -200,10 +200,7 @@ class ModelFiles:
         values = self.read(names[0], shard.start, shard.start + shard.flat.numel())
         for name in names[1:]:
             if not torch.equal(values, self.read(name, shard.start, shard.start + shard.flat.numel())):
-                raise ModelError(
-                    f"model {self.path}: {names[0]} and {name} are tied by config.json, but differ on disk",
-                    hint="set tie_word_embeddings to false in its config.json",
-                )
+                raise differ_on_disk(self.path, names[0], name)
         shard.flat.copy_(values)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:

@@ -71,6 +71,17 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
         build_model(model_config(tmp_path, from_scratch=False), load_weights=True)
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_tied_weights_that_differ_on_disk_are_refused(tmp_path: Path, engine: str) -> None:
+    """transformers unties them, and the run's export would fit no model."""
+    build_model(model_config(write_model(tmp_path, QWEN2)), load_weights=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight and lm_head\.weight are tied .* but differ on disk"):
+        build_engine(train_config(tmp_path, engine, model={"from_scratch": False}))
+
+
 @pytest.mark.parametrize("build", [build_without_memory, model_shape])
 def test_a_model_with_code_of_its_own_names_the_key_that_lets_it_run(tmp_path: Path, build: Any) -> None:
     own = {**QWEN2, "model_type": "of_its_own", "auto_map": {"AutoConfig": "configuration.OwnConfig"}}
