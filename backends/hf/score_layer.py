@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from specs.errors import ModelError
 from specs.schema.roles import HeadKind
@@ -19,18 +18,16 @@ from specs.wire.role_config import ModelConfig
 
 def auto_class(head: HeadKind, hf_config: PretrainedConfig, path: str) -> Any:
     """The class of transformers that makes a model with that head. Raises ModelError for a family that has none."""
-    if head == "lm":
-        return AutoModelForCausalLM
+    made_by: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     own_code = getattr(hf_config, "auto_map", None) or {}
-    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and (
-        AutoModelForSequenceClassification.__name__ not in own_code
-    ):
+    if type(hf_config) not in made_by._model_mapping and made_by.__name__ not in own_code:
+        what = "causal-language-model" if head == "lm" else "sequence-classification"
         raise ModelError(
-            f"model {path}: transformers {transformers.__version__} has no sequence-classification class for "
+            f"model {path}: transformers {transformers.__version__} has no {what} class for "
             f"{hf_config.model_type} models, so it cannot have a {head} head",
             hint="give the role a model of another family (qwen2, qwen3, llama, gemma3_text, mistral, … have one)",
         )
-    return AutoModelForSequenceClassification
+    return made_by
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

@@ -188,6 +188,14 @@ def test_a_family_whose_language_model_has_no_class_is_refused() -> None:
         language_model_config(CONFIG_MAPPING["qwen2_vl"](), "qwen2_vl")
 
 
+@pytest.mark.parametrize("build", [build_without_memory, partial(build_model, load_weights=True)])
+def test_a_model_of_another_kind_is_refused_as_one(tmp_path: Path, build: Any) -> None:
+    """And not as a folder that is not there."""
+    with pytest.raises(ModelError, match="has no causal-language-model class for vit models") as error:
+        build(model_config(write_model(tmp_path, {"model_type": "vit"})))
+    assert error.value.hint.startswith("give the role a model of another family")
+
+
 def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
     """PaliGemma's language model does: its config says so where a folder does not."""
     paligemma = {"model_type": "paligemma", "text_config": FAMILIES["gemma2"].config, "vision_config": {}}
