@@ -33,6 +33,10 @@ SETTINGS = {
     "seed": "run.seed",
 }
 RECIPE_TAGS = {"sft": "supervised-fine-tuning", "preference": "preference-tuning", "reward_model": "reward-model"}
+_LOADED_BY = {  # what a class is called → which of transformers' finds it
+    "SequenceClassification": "AutoModelForSequenceClassification",
+    "ConditionalGeneration": "AutoModelForImageTextToText",
+}
 RESULTS = (*(each.key for each in eval_keys.HEADLINES), "rollout/length_mean", "rollout/finished")
 
 
@@ -93,10 +97,8 @@ def _chain(exported: ExportedModel) -> list[str]:
 
 
 def _use(exported: ExportedModel, folder: Path) -> str:
-    names = [] if exported.adapter_only else read_or_empty(folder / "config.json").get("architectures") or []
-    auto = (
-        "AutoModelForSequenceClassification" if "SequenceClassification" in "".join(names) else "AutoModelForCausalLM"
-    )
+    names = "".join(read_or_empty(folder / "config.json").get("architectures") or ())
+    auto = next((auto for part, auto in _LOADED_BY.items() if part in names), "AutoModelForCausalLM")
     package, auto = ("peft", "AutoPeftModelForCausalLM") if exported.adapter_only else ("transformers", auto)
     return f'```python\nfrom {package} import {auto}\n\nmodel = {auto}.from_pretrained("{exported.name}")\n```'
 

@@ -21,11 +21,11 @@ SPEC = {
 }
 
 
-def card(tmp_path: Path, model: str = "Qwen/Qwen2.5-0.5B", **spec: object) -> str:
+def card(tmp_path: Path, model: str = "Qwen/Qwen2.5-0.5B", made: str = "Qwen2ForCausalLM", **spec: object) -> str:
     (tmp_path / "resolved.json").write_text(json.dumps(SPEC | spec))
     lines = [{"step": step, "reward/mean": step / 10, "eval/test/reward_mean": step / 5} for step in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [made]}))
     about = {"run": "mine", "model_path": model, "versions": {"torch": "2.13"}}
     return model_card(ExportedModel(tmp_path, 3, about, "actor", "bf16", False, "me/mine"), PROOF, tmp_path)
 
@@ -48,6 +48,11 @@ def test_it_says_how_far_the_run_came_by_this_step(tmp_path: Path) -> None:
     assert "| completions of each | `4` |" in text
     assert "| LoRA rank | `8` |" in text
     assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in text
+
+
+def test_a_folder_of_several_models_is_loaded_whole(tmp_path: Path) -> None:
+    text = card(tmp_path, made="Mistral3ForConditionalGeneration")  # which AutoModelForCausalLM does not know
+    assert 'AutoModelForImageTextToText.from_pretrained("me/mine")' in text
 
 
 def test_a_data_set_is_named_without_its_configuration(tmp_path: Path) -> None:
