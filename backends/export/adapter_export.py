@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from backends.export.hf_folder import file_dtype
 from backends.hf.adapter_names import down_of, peft_name, up_of
+from backends.hf.language_model import is_composite
 from backends.train.hf_weights import aliases_of, filler_of
 from backends.train.lora import CONFIG_FILE, add_adapter, read_config
 from backends.train.tensor_shards import Shard, ShardReader
@@ -71,10 +72,20 @@ def _base_config(path: str, trust_remote_code: bool) -> ModelConfig:
     )  # fmt: skip
 
 
-def write_adapters(checkpoint: Path, out: Path) -> None:
-    """The folder that `PeftModel.from_pretrained` loads: the adapters in fp32, as trained, and their configuration."""
+def write_adapters(checkpoint: Path, out: Path, model_path: str, trust_remote_code: bool) -> None:
+    """The folder that `PeftModel.from_pretrained` loads: the adapters in fp32, as trained, and their configuration.
+
+    Raises ExportError where there are none, or where they fit a part of what transformers loads from `model_path`."""
     if not holds_adapters(checkpoint):
         raise ExportError("the checkpoint holds no adapters", hint="leave --adapter-only out")
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    made = [MODEL_FOR_CAUSAL_LM_MAPPING.get(type(each), None) for each in (config, config.get_text_config())]
+    if is_composite(config) and made[0] is not made[1]:
+        raise ExportError(
+            f"the adapters fit the language model of {model_path} alone, which AutoModelForCausalLM does not load from "
+            "this folder of several models",
+            hint="leave --adapter-only out: they are merged into the whole folder",
+        )
     tensors = adapter_weights(checkpoint)
     write_file(out / ADAPTER_FILE, tensors, {"format": "pt"})
     shutil.copyfile(checkpoint / CONFIG_FILE, out / CONFIG_FILE)

@@ -50,7 +50,7 @@ def main(request_path: str) -> int:
         progress = ProgressFile(Path(request["progress"]))
         proof_file = Path(request["proof_file"])
         if request["adapter_only"]:
-            write_adapters(checkpoint, out)
+            write_adapters(checkpoint, out, source.model_path, trust)
             proof = prove_adapters(source, out, proof_file)
         else:
             write_model(source, out, int(request["shard_bytes"]), progress)

@@ -19,12 +19,14 @@ from stock_model import ADAM, PROMPTS, TEMPERATURE, family_batch, logprobs
 from train_helpers import build_engine, grpo, scale_of, train_config, weights_of
 from transformers import AutoConfig
 
+from backends.export.adapter_export import adapter_weights, compare_adapters, load_adapted, write_adapters
 from backends.export.model_export import Source, prove, write_model
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from rlctl.models.paths import BUILTIN_FOLDER
 from specs.errors import ExportError
 from specs.model_shapes import language_model_names
+from specs.schema.role_section import Lora
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +89,23 @@ def test_it_trains_alone_and_comes_back_in_its_folder(tmp_path: Path, name: str,
     save_file({**after, key: before[key] + 1}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(ExportError, match=re.escape(f"{key} has other values")):
         prove(source, out, proof_file, 2**40, lambda *_: None)
+
+
+@pytest.mark.parametrize(("name", "loads_alone"), [("qwen3_5", True), ("gemma3", False), ("mistral3", False)])
+def test_adapters_are_exported_where_peft_finds_the_language_model(
+    tmp_path: Path, name: str, loads_alone: bool
+) -> None:
+    """Of some folders transformers loads it alone; of others it makes the whole, with other names, or nothing."""
+    folder, checkpoint, out = write_composite(tmp_path / "model", name), tmp_path / "checkpoint", tmp_path / "out"
+    lora = Lora(rank=2, alpha=4.0, targets=("all-linear",))
+    trainer = build_engine(train_config(folder, model={"from_scratch": False}, lora=lora))
+    for made in (checkpoint, out):
+        made.mkdir()
+    trainer.save(checkpoint)
+    if not loads_alone:
+        with pytest.raises(ExportError, match=r"fit the language model of .* alone") as error:
+            write_adapters(checkpoint, out, str(folder), False)
+        assert "merged into the whole folder" in error.value.hint
+        return
+    write_adapters(checkpoint, out, str(folder), False)
+    compare_adapters(load_adapted(str(folder), out, torch.float32, False), adapter_weights(checkpoint))
