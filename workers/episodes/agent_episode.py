@@ -165,7 +165,7 @@ class AgentEpisode(Episode):
             turn.reply.set_result(ChatReply(turn.id, text, ended=end.stop))
         except (ModelError, ChatTemplateError, RefusedRequest) as error:
             self.tree.forget(turn)
-            turn.reply.set_exception(RefusedRequest(str(error)))
+            turn.reply.set_exception(error if isinstance(error, RefusedRequest) else RefusedRequest(str(error)))
             turn.reply.exception()  # it counts as seen: the client may be gone
         except BaseException:
             self.tree.forget(turn)

@@ -23,7 +23,7 @@ from backends.completions import SampleRequest
 from backends.hf.tokenizer import load_codec
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine, train_engine
-from specs.errors import ModelError, RlctlError, SyncError, UsageError
+from specs.errors import RlctlError, SyncError, UsageError
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.environment import EnvironmentSection
 from specs.schema.roles import ACTOR
@@ -36,7 +36,7 @@ from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Ended
 from workers.episodes.episode_runner import gateway_for_agents
 from workers.episodes.trajectory import Sample, SampledTurn, Task
-from workers.gateway.chat_request import ChatReply, RefusedRequest
+from workers.gateway.chat_request import ChatReply, FailedRequest, RefusedRequest
 from workers.gateway.turn_tree import TreeTurn
 from workers.watchdog import die_with_parent
 
@@ -79,11 +79,11 @@ class SamplerThread:
         self._sampler, self._loop = sampler, loop
         self._asked: queue.SimpleQueue[SampleRequest] = queue.SimpleQueue()
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
-        self._failure: ModelError | None = None
+        self._failure: FailedRequest | None = None
         threading.Thread(target=self._run, name="sampler", daemon=True).start()
 
     async def draw(self, request: SampleRequest) -> SampledTurn:
-        """Return the completion of a request. Raises ModelError once the sampler has failed."""
+        """Return the completion of a request. Raises FailedRequest once the sampler has failed."""
         if self._failure is not None:
             raise self._failure
         future: asyncio.Future[SampledTurn] = self._loop.create_future()
@@ -113,7 +113,7 @@ class SamplerThread:
             future.set_result(turn)
 
     def _fail(self, error: Exception) -> None:
-        self._failure = ModelError(f"the sampler failed: {error}")
+        self._failure = FailedRequest(f"the sampler failed: {error}")
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._failure)

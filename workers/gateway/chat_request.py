@@ -17,7 +17,16 @@ _SCHEMA_DEPTH = 4 * MAX_DEPTH
 
 
 class RefusedRequest(Exception):
-    """A request that cannot be answered; the text is for whoever wrote the client."""
+    """A request that cannot be answered; the text is for whoever wrote the client. `status`: HTTP's, by which clients
+    know whose fault it is."""
+
+    status = 400
+
+
+class FailedRequest(RefusedRequest):
+    """A request that could have been answered, had the sampler not failed."""
+
+    status = 500
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class Gateway:
             return await self._reply(request, wire, episode, asked)
         except RefusedRequest as error:
             episode.note_refusal(str(error))
-            return _refusal(wire, 400, str(error))
+            return _refusal(wire, error.status, str(error))
         except web.HTTPException as error:
             return _refusal(wire, error.status, error.text or error.reason)
 

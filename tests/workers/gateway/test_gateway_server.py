@@ -10,11 +10,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from agent_gateway import END, TASK, Served, serving
 from aiohttp import web
 from optional import WhenUsed
 
+from backends.completions import SampleRequest
+from specs.wire.role_config import Sampling
+from workers.episodes.served_model import SamplerThread
 from workers.gateway import gateway_server as server
 
 openai = WhenUsed("openai", "OpenAI's client is not installed")
@@ -261,6 +265,27 @@ async def test_bodies_that_are_no_requests() -> None:
             assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error"), name
         assert not served.samples
         assert content(await post(served, ASKED)) == "one"
+
+
+async def test_a_sampler_that_has_failed_is_not_the_requests_fault() -> None:
+    """Clients take 400 for what they wrote, and never ask again."""
+
+    class Broken:
+        open_requests = 0
+
+        def add(self, requests: Any) -> None:
+            raise RuntimeError("out of memory")
+
+    request = SampleRequest(1, np.ones(1, np.int64), Sampling(seed=0, max_response_tokens=1))
+    sampler = SamplerThread(Broken(), asyncio.get_running_loop())  # type: ignore[arg-type]
+    async with serving([""]) as served:
+        served.episode.draw = lambda *_: sampler.draw(request)
+        for path, kind in (("chat/completions", "server_error"), ("messages", "api_error")):
+            for stream in (False, True):
+                status, text = await post(served, {**ASKED, "stream": stream}, path)
+                error = json.loads(text)["error"]
+                assert (status, error["type"], error["message"]) == (500, kind, "the sampler failed: out of memory")
+        assert not served.episode.tree.turns
 
 
 async def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
