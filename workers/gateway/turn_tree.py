@@ -108,11 +108,13 @@ class TurnTree:
 
     def main_roots(self, task: str) -> list[TreeTurn]:
         """Return the roots that are about the task: a user's message holds its text, and no root has more tools. Where
-        a client has rewritten the task, those with the most tools."""
+        a client has rewritten the task, those with the most tools. Others that begin with the same tools and first
+        message go on with it: of a history that a client has cut short, the task may be gone."""
         roots = [turn for turn in self.turns if turn.parent is None]
         found = [root for root in roots if task in _asked(root.request)] or roots
         most = max((len(root.request.tools) for root in found), default=0)
-        return [root for root in found if len(root.request.tools) == most]
+        begun = {root.digests[1] for root in found if len(root.request.tools) == most}
+        return [root for root in roots if root.digests[1] in begun]
 
 
 def _may_be_equal(request: ChatRequest, other: ChatRequest) -> bool:

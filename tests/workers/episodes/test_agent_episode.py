@@ -213,6 +213,21 @@ async def test_a_truncated_memory_does_not_truncate_the_episode(learn_from: str,
         assert served.episode._ended == stop
 
 
+async def test_a_history_that_is_cut_short_goes_on_with_the_task() -> None:
+    """LangGraph's summaries replace the task, which began with the same system's text and tools; an agent of another
+    text is another."""
+    texts = [call(city="Rome"), f"He asks for 42.{END}", f"Hot.{END}", f"Beside.{END}"]
+    async with serving(texts) as served:
+        system = {"role": "system", "content": "Be short."}
+        await ask(served, [system, asked(TASK)], [WEATHER])
+        await ask(served, [asked(f"Sum up: {TASK}")])
+        await ask(served, [system, asked("Here is a summary of the conversation to date: He asks for 42.")], [WEATHER])
+        await ask(served, [{**system, "content": "Be long."}, asked("Ask for Rome.")], [WEATHER])
+        served.episode.settle()
+        assert [turn.learned for turn in served.episode.tree.turns] == [True, False, True, False]
+        assert served.episode.trajectory.messages[-1]["content"] == "Hot."
+
+
 async def test_the_systems_text_is_changed_in_the_middle() -> None:
     """A new root of the same rollout that is learned from: there is no proof that the model had said it after this."""
     async with serving([call(city="Rome"), f"Hot.{END}"]) as served:
