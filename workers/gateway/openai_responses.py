@@ -23,6 +23,8 @@ from workers.gateway.chat_request import (
 )
 from workers.gateway.wire import Wire, data_event
 
+_STATELESS = "the gateway keeps no conversations: send all items (store = false)"
+
 
 class OpenAIResponses(Wire):
     """The form in which a conversation is a list of items: messages, thoughts, calls and what they gave."""
@@ -31,7 +33,7 @@ class OpenAIResponses(Wire):
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         if body.get("previous_response_id") or body.get("conversation"):
-            raise RefusedRequest("the gateway keeps no conversations: send all items (store = false)")
+            raise RefusedRequest(_STATELESS)
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(given, "input")
         before = [{"role": "system", "content": text}] if (text := text_of(body.get("instructions"))) else []
@@ -119,6 +121,8 @@ def _messages(items: Any) -> list[Message]:
                     found.append({"role": "user" if role == "user" else "system", "content": content})
                 else:
                     raise RefusedRequest(f"a message has the role {role}, which is unknown here")
+            case "item_reference":
+                raise RefusedRequest(f"{_STATELESS}, not an item_reference")
             case _:
                 raise RefusedRequest(f"an item of type {kind} is unknown here")
     return found

@@ -69,7 +69,8 @@ async def test_requests_that_cannot_be_answered() -> None:
         with pytest.raises(openai.BadRequestError, match="keeps no conversations"):
             await ask(served, [{"role": "user", "content": TASK}], False, previous_response_id="resp_1")
         for item, why in (
-            ({"type": "item_reference", "id": "x"}, "item_reference"),
+            ({"type": "item_reference", "id": "x"}, "keeps no conversations.*store = false.*item_reference"),
+            ({"type": "web_search_call", "id": "x"}, "type web_search_call is unknown"),
             ({"role": "king", "content": "x"}, "role king"),
         ):
             with pytest.raises(openai.BadRequestError, match=why):
