@@ -170,7 +170,8 @@ def thoughts(request: ChatRequest) -> tuple[str, ...]:
 
 def digests(request: ChatRequest) -> list[bytes]:
     """Return a digest of the tools, and of the conversation up to each message. Equal digests mean equal conversations:
-    arguments are compared as JSON, ids of calls by their places; what the model thought is not compared."""
+    arguments are compared as JSON, ids of calls by their places; what the model thought is not compared, nor blanks
+    around what it said."""
     found = [_digest(b"", [_canonical(tool) for tool in request.tools])]
     if request.prompt is not None:
         return [*found, _digest(found[0], request.prompt)]
@@ -191,7 +192,7 @@ def _conversation(messages: Sequence[Message]) -> Iterator[Any]:
         place_of |= {call["id"]: place for place, call in enumerate(calls)}
         id_ = message.get("tool_call_id", "")
         called = [[call["function"]["name"], _canonical(call["function"]["arguments"])] for call in calls]
-        content = message["content"] if message["role"] != "assistant" else split_thought(message["content"])[1]
+        content = message["content"] if message["role"] != "assistant" else split_thought(message["content"])[1].strip()
         yield [message["role"], content, called, place_of.get(id_, id_)]
 
 

@@ -120,7 +120,7 @@ async def test_what_a_harness_sends_goes_on_from_what_was_sampled(name: str) -> 
         if shells and turn.parent is None:
             script = json.loads(call_of(shells[0], f"echo {FOUND}").split("\n")[1])
             calls = (ToolCall(script["name"], script["arguments"], "call00000"),)
-        reply = ChatReply(turn.id, "" if calls else ANSWER, calls=calls)
+        reply = ChatReply(turn.id, "" if calls else ANSWER, "hm", calls)
         turn.reply.set_result(reply)
         tree.drawn(turn, reply)
         turn.delivered = True
