@@ -176,16 +176,20 @@ class Served:
         return await self._sampler.draw(SampleRequest(self._requests, tokens, sampling, prefix=self._requests))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the conversations that clients have read to their ends. `finish` says whether the model ended the last
-        turn itself ("stop") or a limit did ("length"): learned from, the latter teaches an end where there is none."""
+        """Yield the conversations that clients have read to their ends, with what the model wrote as it wrote it, and
+        `train`: a client may send answers that it never gave. `finish` says whether the model ended the last turn
+        itself ("stop") or a limit did ("length"): learned from, the latter teaches an end where there is none."""
         for episode in self.episodes:
             turns = [turn for turn in episode.tree.turns if turn.turn is not None and turn.delivered]
             inner = {id(turn.parent) for turn in turns}
             for turn in turns:
-                if id(turn) not in inner and turn.request.prompt is None and turn.turn is not None:
+                if id(turn) not in inner and turn.request.prompt is None:
                     tools = {"tools": [*turn.request.tools]} if turn.request.tools else {}
                     finish = {"finish": turn.reply.result().finish}
-                    yield {"messages": [*turn.request.messages, turn.turn.message], **finish, **tools}
+                    wrote = {len(one.request.messages): one.turn.message for one in turn.path if one.turn is not None}
+                    own = {place: {**message, "train": True} for place, message in wrote.items()}
+                    messages = [own.get(place, message) for place, message in enumerate([*turn.request.messages, {}])]
+                    yield {"messages": messages, **finish, **tools}
 
     def write(self) -> None:
         """Write the rows, where any is new. Raises OSError; then the next call tries again."""

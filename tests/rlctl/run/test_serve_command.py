@@ -9,9 +9,11 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent_gateway import END, serving
 from running import start
 
 from rlctl.models.paths import BUILTIN_FOLDER
@@ -87,7 +89,23 @@ def test_clients_get_what_the_model_writes_and_rows_are_kept(tmp_path: Path, mod
         ["user", "assistant", "user", "assistant"],
         ["user", "assistant"],
     ]
-    assert rows[1][:3] == more
+    assert rows[1][:3] == [more[0], {**more[1], "train": True}, more[2]]
+    assert rows[1][3]["train"]
+
+
+async def test_rows_hold_what_the_model_wrote() -> None:
+    """A thought that a client drops too, but as no answer of the model's what it has put into the conversation."""
+    import openai
+
+    told, answer = {"role": "assistant", "content": "Yo."}, {"role": "assistant", "content": "Yes."}
+    async with serving([f"<think>\nhm\n</think>\n\nYes.{END}", f"No.{END}"]) as served:
+        client, asked = served.client(openai.AsyncOpenAI), [HI, told, HI]
+        for more in ([], [answer, HI]):
+            asked = [*asked, *more]
+            await client.chat.completions.create(model="m", messages=asked)
+        (row,) = served_model.Served.rows(SimpleNamespace(episodes=[served.episode]))  # type: ignore[arg-type]
+    first, second = ({**told, "content": text, "train": True} for text in ("<think>\nhm\n</think>\n\nYes.", "No."))
+    assert row == {"messages": [HI, told, HI, first, HI, second], "finish": "stop"}
 
 
 @pytest.mark.parametrize(
