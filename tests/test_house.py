@@ -59,7 +59,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "memory": (1_123, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_568, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_509, 2_000, ("rlctl/show",)),
-    "run": (3_307, 2_200, ("rlctl/run",)),
+    "run": (3_310, 2_200, ("rlctl/run",)),
     "grading": (1_614, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
         4_111,
@@ -68,10 +68,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
     "engines, packing, weights": (16_238, 15_000, ("backends",)),
-    "four packages": (60_092, 50_000, WINGS),
+    "four packages": (60_095, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_396, 38_000, ("tests",)),
-    "docs": (3_721, 3_500, ("docs",)),
+    "tests with their cases": (49_398, 38_000, ("tests",)),
+    "docs": (3_722, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
 

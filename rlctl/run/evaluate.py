@@ -22,8 +22,8 @@ from rlctl.processes.placement import Plan
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.export import find
 from rlctl.run.interrupt import Interrupt
-from rlctl.run.lineage import SpecSource, check_same_base, read_own, spec_source
-from rlctl.run.resume import check_fits, held_out
+from rlctl.run.lineage import SpecSource, check_held_out, check_same_base, read_own, spec_source
+from rlctl.run.resume import check_fits
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.run_exports import export_missing, with_run_exports
 from rlctl.run.startup import start
@@ -35,19 +35,16 @@ from rlctl.show.progress import EvalProgress
 from rlctl.show.screen import Screen, progress_screen
 from rlctl.show.text_format import number, share
 from specs.errors import Interrupted, SpecError, UsageError
-from specs.json_file import read_or_empty
 from specs.load.dotted_keys import value_at
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PLAIN
 from specs.schema.recipes import RlSpec, RowsSpec, spec_class
 from specs.schema.role_section import Lora
 from specs.schema.roles import CRITIC, REF
-from specs.schema.sections import same_source
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 from specs.wire import bodies
 from specs.wire.messages import Verb
-from workers.saved_files import mark
 
 CALLED = {"reward_mean": "mean reward", "length_mean": "mean length", "failed": "not graded"}
 
@@ -93,7 +90,7 @@ def evaluate(
         message = f"{source.path} compares a model with a reference, which would be the model itself"
         raise UsageError(message, hint="name the model that it started from in ref.model")
     if run_dir is not None:
-        _check_held_out(run_dir, spec, source.folder)
+        check_held_out(run_dir, spec, source.folder)
     spec = without_learning(spec, checkpoint)
     errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out)
     errors += fit_problems(spec, source.folder, here=True)[0]
@@ -158,37 +155,6 @@ def without_learning(spec: Spec, checkpoint: Checkpoint | None) -> Spec:
     elif isinstance(spec, RowsSpec) and spec.precomputes_ref:
         less["objective"] = spec.objective.model_copy(update={"precompute_ref": False})
     return spec.model_copy(update=less)
-
-
-def _check_held_out(run_dir: Path, spec: Spec, folder: Path) -> None:
-    """Raises UsageError where rows that the run trained on would count as held out: the last of the first source, whose
-    relative path starts at `folder`."""
-    own, now = read_own(run_dir / "resolved.json"), held_out(spec.resolved())
-    same = _same_sources(run_dir, own, spec, folder)
-    if not now or not any(same):
-        return
-    apart = held_out(own) if same[0] else 0  # the run held out the last rows of its first source
-    if now > apart:
-        message = f"the last {now} rows of data.train would be evaluated on, but the run trained on all but {apart}"
-        key = "eval.prompts" if isinstance(spec, RlSpec) else "eval.rows"
-        fewer = f"set {key} to {apart} or less, or " if apart else ""
-        raise UsageError(message, hint=f"{fewer}name other rows in eval.data")
-    most, before = spec.data.max_rows, value_at(own, "data.max_rows")
-    if most is not None and (before is None or most - now < before - apart):
-        message = f"data.max_rows = {most}: the last {now} of these rows are not those that the run held out"
-        raise UsageError(message, hint="leave the key as the run had it, or name other rows in eval.data")
-
-
-def _same_sources(run_dir: Path, own: Mapping[str, Any], spec: Spec, folder: Path) -> list[bool]:
-    """Return for each source that a run trained on whether it is the first one of `spec`, by its name or by what its
-    file holds."""
-    first = next(iter(spec.data.named.values()))
-    sets = value_at(own, "data.sets") or ()
-    trained = {f"data.sets.{number}.path": one["path"] for number, one in enumerate(sets)}
-    trained = trained or {"data.train": value_at(own, "data.train", first)}
-    file, marks = folder / Path(first).expanduser(), read_or_empty(run_dir / "inputs.json").get("files", {})
-    here = mark(file) if file.is_file() and os.access(file, os.R_OK) else None
-    return [same_source(first, path) or here in marks.get(key, {}).values() for key, path in trained.items()]
 
 
 def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run import checkpoints
-from rlctl.run.resume import check_fits
+from rlctl.run.resume import check_fits, held_out
 from rlctl.show.journal import read_journal
 from specs.errors import CheckpointError, Problem, RunDirError, UsageError
-from specs.json_file import read_object, write_object
+from specs.json_file import read_object, read_or_empty, write_object
 from specs.load.dotted_keys import value_at
+from specs.schema.recipes import RlSpec
 from specs.schema.roles import RoleName
+from specs.schema.sections import same_source
 from specs.schema.spec import Spec
+from workers.saved_files import mark
 
 FORKED_FROM = "forked_from.json"
 REF_LOGPROBS = "ref_logprobs.safetensors"  # of a reference that is computed once
@@ -153,3 +157,35 @@ def check_same_base(spec: Spec, as_built: Path, checkpoint: checkpoints.Checkpoi
 def saved_roles(spec: Spec) -> list[RoleName]:
     """Return the roles that have a state: each has a folder of its name in a checkpoint."""
     return [role for role in spec.roles if spec.learns(role)]
+
+
+def check_held_out(run_dir: Path, spec: Spec, folder: Path) -> None:
+    """Raise UsageError where rows that the run trained on would count as held out: the last of the first source, whose
+    relative path starts at `folder`."""
+    own, now = read_own(run_dir / "resolved.json"), held_out(spec.resolved())
+    same = _same_sources(run_dir, own, spec, folder)
+    if not now or not any(same):
+        return
+    apart = held_out(own) if same[0] else 0  # the run held out the last rows of its first source
+    if now > apart:
+        but = f" but {apart}" if apart else ""
+        message = f"the last {now} rows of data.train would be evaluated on, but the run trained on all{but}"
+        key = "eval.prompts" if isinstance(spec, RlSpec) else "eval.rows"
+        fewer = f"set {key} to {apart} or less, or " if apart else ""
+        raise UsageError(message, hint=f"{fewer}name other rows in eval.data")
+    most, before = spec.data.max_rows, value_at(own, "data.max_rows")
+    if most is not None and (before is None or most - now < before - apart):
+        message = f"data.max_rows = {most}: the last {now} of these rows are not those that the run held out"
+        raise UsageError(message, hint="leave the key as the run had it, or name other rows in eval.data")
+
+
+def _same_sources(run_dir: Path, own: Mapping[str, Any], spec: Spec, folder: Path) -> list[bool]:
+    """Return for each source that a run trained on whether it is the first one of `spec`, by its name or by what its
+    file holds."""
+    first = next(iter(spec.data.named.values()))
+    sets = value_at(own, "data.sets") or ()
+    trained = {f"data.sets.{number}.path": one["path"] for number, one in enumerate(sets)}
+    trained = trained or {"data.train": value_at(own, "data.train", first)}
+    file, marks = folder / Path(first).expanduser(), read_or_empty(run_dir / "inputs.json").get("files", {})
+    here = mark(file) if file.is_file() and os.access(file, os.R_OK) else None
+    return [same_source(first, path) or here in marks.get(key, {}).values() for key, path in trained.items()]

@@ -20,7 +20,7 @@ from rlctl.processes.hosts import on_fewer_nodes, plan_for_hosts
 from rlctl.processes.placement import Plan
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import Interrupt, as_ctrl_c
-from rlctl.run.lineage import Fork, fork_from, spec_source
+from rlctl.run.lineage import Fork, check_held_out, fork_from, spec_source
 from rlctl.run.report_command import RunningReport
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.run_exports import checked, export_missing
@@ -87,6 +87,7 @@ def train(
         plan = plan_for_hosts(spec, source.folder, run.path)
         fork = fork_from(fork_of, spec, notes.append) if fork_of else None
         if fork is not None:
+            check_held_out(fork.run, spec, source.folder)
             fork.checkpoint(spec, source.folder).pin.release()  # whether it fits is found before anything is made
         run.open(
             spec,

@@ -104,6 +104,8 @@ def test_what_cannot_be_forked_is_said_before_anything_is_made(whole: Path, tmp_
     assert error.value.hint == "it has: 2, 4, 6"
     with pytest.raises(UsageError, match=r"that is step 6, and run.steps = 3"):
         fork(str(whole), "run.steps=3")
+    with pytest.raises(UsageError, match="the last 8 rows of data"):
+        fork(str(whole), "eval={every=1, prompts=8}")
     with pytest.raises(UsageError, match="holds no run"):
         fork(str(tmp_path))
     taught = json.loads((whole / "resolved.json").read_text())

@@ -10,7 +10,7 @@ import pytest
 from running import preset
 
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.run.evaluate import _check_held_out as check_held_out
+from rlctl.run.lineage import check_held_out
 from rlctl.run.resume import about_model, check_fits, differences, held_out
 from specs.errors import CheckpointError, UsageError
 from specs.load.load import load_spec
