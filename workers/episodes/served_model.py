@@ -12,7 +12,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,19 +73,22 @@ def build_sampler(config: RolloutConfig) -> RolloutEngine:
 
 
 class SamplerThread:
-    """Steps a sampler as long as it has requests, in a thread of its own."""
+    """Steps a sampler as long as it has requests, in a thread of its own. `on_failure` is called in the loop, once."""
 
-    def __init__(self, sampler: RolloutEngine, loop: asyncio.AbstractEventLoop) -> None:
-        self._sampler, self._loop = sampler, loop
+    failure: FailedRequest | None = None
+
+    def __init__(
+        self, sampler: RolloutEngine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], object]
+    ) -> None:
+        self._sampler, self._loop, self._on_failure = sampler, loop, on_failure
         self._asked: queue.SimpleQueue[SampleRequest] = queue.SimpleQueue()
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
-        self._failure: FailedRequest | None = None
         threading.Thread(target=self._run, name="sampler", daemon=True).start()
 
     async def draw(self, request: SampleRequest) -> SampledTurn:
         """Return the completion of a request. Raises FailedRequest once the sampler has failed."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         future: asyncio.Future[SampledTurn] = self._loop.create_future()
         self._waiting[request.id] = future
         self._asked.put(request)
@@ -113,10 +116,11 @@ class SamplerThread:
             future.set_result(turn)
 
     def _fail(self, error: Exception) -> None:
-        self._failure = FailedRequest(f"the sampler failed: {error}")
+        self.failure = FailedRequest(f"the sampler failed: {error}")
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._failure)
+                future.set_exception(self.failure)
+        self._on_failure()
 
 
 class ServedEpisode(AgentEpisode):
@@ -217,14 +221,15 @@ def chats_of(model_path: str) -> Chats:
 
 
 async def serve(config: ServeConfig) -> None:
-    """Serve until a signal comes, or `rlctl serve` is killed."""
+    """Serve until a signal comes, or `rlctl serve` is killed. Raises FailedRequest once the sampler has failed."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, over.set)
     die_with_parent(signal.SIGTERM)
     chats = chats_of(config.rollout.model.path)
     print(f"loading {config.rollout.model.path} with {config.rollout.engine.kind} …", flush=True)
-    served = Served(config, chats, SamplerThread(build_sampler(config.rollout), loop))
+    sampler = SamplerThread(build_sampler(config.rollout), loop, over.set)
+    served = Served(config, chats, sampler)
     await served.start()
     address = f"http://{config.host}:{served.gateway.port}"
     key = "the key you gave" if config.key else "any key; each has conversations of its own"
@@ -241,6 +246,8 @@ async def serve(config: ServeConfig) -> None:
         except OSError as error:
             print(f"warning: {config.out} cannot be written: {error.strerror}; it is tried again", file=sys.stderr)
     await served.gateway.close()
+    if sampler.failure is not None:
+        raise sampler.failure
 
 
 def main() -> int:
@@ -251,6 +258,9 @@ def main() -> int:
     except RlctlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except FailedRequest as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

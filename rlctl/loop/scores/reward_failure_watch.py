@@ -37,6 +37,6 @@ class RewardFailureWatch:
             return
         self._said = 1.0 if scored.lost_more_than(HALF) else HALF
         self._warn(
-            f"{lost}{first}. They get reward.fallback, and nothing is learned from them. reward_failures.jsonl in the "
-            "run directory says why; metrics.jsonl counts on"
+            f"{lost}{first}. They get reward.fallback, which no mean counts and nothing is learned from. "
+            "reward_failures.jsonl in the run directory says why; metrics.jsonl counts on"
         )

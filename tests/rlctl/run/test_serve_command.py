@@ -20,6 +20,7 @@ from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run.serve_command import serve
 from specs.errors import RlctlError, UsageError
 from workers.episodes import served_model
+from workers.gateway.chat_request import FailedRequest
 
 TOKENS = 12
 TINY = str(BUILTIN_FOLDER / "tiny-chat")
@@ -153,12 +154,18 @@ def test_rows_are_written_among_those_of_others(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new\n"]
 
 
-def test_an_error_says_its_hint_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(RlctlError("one", hint="two"), 2, "error: one\n\nhint: two\n"), (FailedRequest("three"), 1, "error: three\n")],
+)
+def test_an_error_says_its_hint_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
+) -> None:
     async def broken(_: object) -> None:
-        raise RlctlError("one", hint="two")
+        raise error
 
     monkeypatch.setattr(served_model, "serve", broken)
     monkeypatch.setattr(served_model.ServeConfig, "model_validate_json", lambda _: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert served_model.main() == 2
-    assert capsys.readouterr().err == "error: one\n\nhint: two\n"
+    assert served_model.main() == code
+    assert capsys.readouterr().err == said

@@ -277,7 +277,8 @@ async def test_a_sampler_that_has_failed_is_not_the_requests_fault() -> None:
             raise RuntimeError("out of memory")
 
     request = SampleRequest(1, np.ones(1, np.int64), Sampling(seed=0, max_response_tokens=1))
-    sampler = SamplerThread(Broken(), asyncio.get_running_loop())  # type: ignore[arg-type]
+    over = asyncio.Event()  # the server then ends
+    sampler = SamplerThread(Broken(), asyncio.get_running_loop(), over.set)  # type: ignore[arg-type]
     async with serving([""]) as served:
         served.episode.draw = lambda *_: sampler.draw(request)
         for path, kind in (("chat/completions", "server_error"), ("messages", "api_error")):
@@ -286,6 +287,7 @@ async def test_a_sampler_that_has_failed_is_not_the_requests_fault() -> None:
                 error = json.loads(text)["error"]
                 assert (status, error["type"], error["message"]) == (500, kind, "the sampler failed: out of memory")
         assert not served.episode.tree.turns
+    assert over.is_set()
 
 
 async def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
