@@ -169,8 +169,10 @@ class Progress:
             parts.append(f"finished {share(finished)}")
         parts += filter(None, (_silent(latest), replicas(latest)))
         for name, history in self._evals.items():
-            if history[-1][0] == self._step:
-                parts.append(f"eval {name} {eval_keys.words(history[-1][1])}")
+            step, values = history[-1]
+            if step == self._step:
+                word = "" if eval_keys.main(values) == headline.metric else f"{eval_keys.word(values)} "
+                parts.append(f"eval {name} {word}{eval_keys.words(values)}")
         parts.append(f"{count(latest.get('perf/tokens_per_s'))} tokens/s")
         shares = time_shares([latest])
         split = " ".join(f"{name} {part:.0%}" for name, part in shares.items() if part >= 0.005)

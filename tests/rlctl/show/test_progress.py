@@ -85,6 +85,15 @@ def test_plain_lines_name_what_matters(clock: HandClock) -> None:
         assert part in lines[-1]
 
 
+def test_an_evaluation_by_other_than_what_is_learned_says_by_what(clock: HandClock) -> None:
+    target = console(terminal=False)
+    with Progress(4, "sft", target) as bar:
+        rows = {key: value for key, value in metrics(4, **{"actor/loss": 2.24}).items() if key != "reward/mean"}
+        bar.step({**rows, "eval/heldout/reward_mean": 0.197, "eval/rows/loss": 2.5})
+    assert "loss 2.24" in text_of(target)
+    assert "eval heldout reward 0.197  eval rows 2.50" in text_of(target)
+
+
 def test_fast_steps_give_at_most_a_line_a_second_and_always_the_last(clock: HandClock) -> None:
     target = console(terminal=False)
     with Progress(1000, "fast", target) as bar:
