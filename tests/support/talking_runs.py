@@ -89,11 +89,13 @@ async def silent(task, client):
 STOP = json.dumps(
     [one for one in string.digits + string.ascii_letters + string.punctuation if one not in "ABCDEFGHIJK"]
 )
+# A run that hangs names who waits for whom long before its test gives up.
 SPEC = f"""
 schema = 1
 [run]
 name = "talking"
 steps = 4
+stall_timeout_s = 100
 [model]
 path = "builtin:tiny-chat"
 from_scratch = true
