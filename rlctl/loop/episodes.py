@@ -213,8 +213,7 @@ class TurnRelay:
             del self.drawing[id_]
         home_B = np.array([self._home_of[rollout] for rollout in batch["rollout_B"].tolist()])
         needed = batch.only(COLUMNS[Verb.TURNS].needs)
-        # One that is being started again would never answer; its episodes begin anew.
-        for rank in np.intersect1d(home_B, self.reward.ready).tolist():
+        for rank in np.unique(home_B).tolist():
             turns = needed.select(np.flatnonzero(home_B == rank))
             self.reward.post(Verb.TURNS, tensors=turns.columns, step=self.step, ranks=[rank])
 

@@ -96,10 +96,11 @@ class Groups:
         self._groups[role].settle(lambda: self.ranks.failed(role))
         ranks = self.ranks.failed(role)
         with self.ranks.building(role, ranks, RankState.RESTARTING):
-            for rank in ranks:
-                self.watch.forget((role, rank))
-                self.membership.relaunch(role, rank)
-            self._wait_for([(role, rank) for rank in ranks])
+            with self.ranks.starting(role, ranks):
+                for rank in ranks:
+                    self.watch.forget((role, rank))
+                    self.membership.relaunch(role, rank)
+                self._wait_for([(role, rank) for rank in ranks])
             yield ranks
 
     def arrived(self, role: str) -> list[int]:

@@ -63,6 +63,7 @@ class RankStates:
         self._states: dict[Place, RankState] = {}
         self._failing: dict[Place, tuple[Evidence, float]] = {}  # why, and until when messages may still arrive
         self._to_drop: set[Place] = set()  # of those that leave or have left
+        self._starting: set[Place] = set()  # again, and not to be built yet
 
     def __getitem__(self, place: Place) -> RankState:
         """Return a rank's state. Raise KeyError for one that was never started."""
@@ -85,8 +86,9 @@ class RankStates:
         return self._ranks(role, RankState.DROPPED, RankState.LATE, RankState.JOINING)
 
     def unreachable(self, role: str) -> list[int]:
-        """Return the ranks of a role that no call is sent to: they have failed, or are not there."""
-        return self._ranks(role, RankState.FAILED, RankState.DROPPED, RankState.LATE)
+        """Return the ranks of a role that no call is sent to: they have failed, or are not there, or not yet again."""
+        begun = [rank for of, rank in self._starting if of == role]
+        return [*self._ranks(role, RankState.FAILED, RankState.DROPPED, RankState.LATE), *begun]
 
     @property
     def is_failing(self) -> bool:
@@ -172,6 +174,15 @@ class RankStates:
             del self._failing[place]
             self._states[place] = RankState.DROPPED if place in self._to_drop else RankState.FAILED
         return list(due.values())
+
+    @contextmanager
+    def starting(self, role: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Send these ranks nothing in the block, which starts them: it would be lost, or come before their build."""
+        self._starting = {(role, rank) for rank in ranks}
+        try:
+            yield
+        finally:
+            self._starting = set()
 
     @contextmanager
     def building(self, role: str, ranks: Sequence[int], state: RankState) -> Iterator[None]:

@@ -80,6 +80,21 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
         assert failure.value.rank == 1
 
 
+def test_nothing_is_sent_to_a_replica_that_is_being_started(tmp_path: Path) -> None:
+    """It would be lost, and waited for for ever: by its build, too."""
+    calls = []
+    with probe_groups(tmp_path, role_plan("rollout", 2)) as groups:
+        rollout = groups["rollout"]
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
+        with pytest.raises(RanksFailed):
+            rollout.call(Verb.PING, {"do": "kill", "rank": 1})
+        groups._on_tick = lambda: calls.append(rollout.post(Verb.PING, ranks=[1])) if not calls else None
+        with groups.restart("rollout") as ranks:
+            assert [call.failed for call in calls] == [{1}]
+            assert rollout.call(Verb.BUILD, ranks=ranks, timeout_s=60)[0].body["rank"] == 1
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+
+
 def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_path: Path) -> None:
     """As when a person interrupts: what is saved then may still ask the other replicas."""
     interrupts: list[Interrupted] = []
