@@ -190,9 +190,10 @@ class Served:
                 if id(turn) not in inner and turn.request.prompt is None:
                     tools = {"tools": [*turn.request.tools]} if turn.request.tools else {}
                     finish = {"finish": turn.reply.result().finish}
-                    wrote = {len(one.request.messages): one.turn.message for one in turn.path if one.turn is not None}
-                    own = {place: {**message, "train": True} for place, message in wrote.items()}
-                    messages = [own.get(place, message) for place, message in enumerate([*turn.request.messages, {}])]
+                    messages = [*turn.request.messages, {}]
+                    for one in turn.path:
+                        if one.turn is not None:
+                            messages[len(one.request.messages)] = {**one.turn.message, "train": True}
                     yield {"messages": messages, **finish, **tools}
 
     def write(self) -> None:
@@ -255,12 +256,9 @@ def main() -> int:
     config = ServeConfig.model_validate_json(sys.stdin.read())
     try:
         asyncio.run(serve(config))
-    except RlctlError as error:
+    except (RlctlError, FailedRequest) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except FailedRequest as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, FailedRequest) else 2
     return 0
 
 
