@@ -178,11 +178,12 @@ class RankStates:
     @contextmanager
     def starting(self, role: str, ranks: Sequence[int]) -> Iterator[None]:
         """Send these ranks nothing in the block, which starts them: it would be lost, or come before their build."""
-        self._starting = {(role, rank) for rank in ranks}
+        places = {(role, rank) for rank in ranks}
+        self._starting |= places
         try:
             yield
         finally:
-            self._starting = set()
+            self._starting -= places
 
     @contextmanager
     def building(self, role: str, ranks: Sequence[int], state: RankState) -> Iterator[None]:

@@ -163,8 +163,7 @@ def check_held_out(run_dir: Path, spec: Spec, folder: Path) -> None:
     """Raise UsageError where rows that the run trained on would count as held out: the last of the first source, whose
     relative path starts at `folder`."""
     own, now = read_own(run_dir / "resolved.json"), held_out(spec.resolved())
-    same = _same_sources(run_dir, own, spec, folder)
-    if not now or not any(same):
+    if not now or not any(same := _same_sources(run_dir, own, spec, folder)):
         return
     apart = held_out(own) if same[0] else 0  # the run held out the last rows of its first source
     if now > apart:
