@@ -40,10 +40,10 @@ class SignalWatch:
                 self._warn(f"step {step}: {words}")
 
     def _count_silent(self, metrics: Mapping[str, Any], scored: Scored, step: int) -> None:
-        """Warn of a run that has stopped learning: after 10 steps in a row, 20, 40, …"""
+        """Warn of a run that has stopped learning: after 10 steps in a row, then after 20, 40, …, each of them once."""
         learns = scored.thrown is not None and scored.thrown.signal
         if learns or not self._spec.algorithm.advantage.equal_is_silent or metrics["reward/silent_groups"] < SILENT:
-            self._silent_steps, self._next_collapse = 0, SILENT_STEPS
+            self._silent_steps = 0
             return
         self._silent_steps += 1
         if self._silent_steps == self._next_collapse:

@@ -59,8 +59,9 @@ def test_a_term_that_never_scores_is_named_unless_zero_is_its_best() -> None:
 
 
 def test_a_collapsed_run_is_named_while_it_lasts() -> None:
-    """After 10 steps in a row, 20 and 40; one step that teaches begins the count anew."""
+    """After 10 steps in a row, 20 and 40; one step that teaches begins the count anew, without saying it again."""
     silent, teaches = {"reward/silent_groups": 0.95}, {"reward/silent_groups": 0.5}
+    (_,) = said_of(*[*[silent] * 12, teaches] * 5)
     said = said_of(teaches, *[silent] * 9, teaches, *[silent] * 45)
     assert [line.partition(":")[0] for line in said] == ["step 21", "step 31", "step 51"]
     assert "for 10 steps in a row all completions score the same in 90% of the groups or more" in said[0]
