@@ -16,6 +16,9 @@ from gpu import has_gpu
 # Before anything imports numpy or torch: idle threads must not spin on a small machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# So too for the roles of runs: where other tests keep the cores busy, threads that meet after every operation are many
+# times as slow as one alone.
+os.environ["RLCTL_CPU_CORES"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test depends on the network: what is not in the cache is asked where nobody listens, and refused at once.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"

@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "RLCTL_CPU_CORES": "2", "COLUMNS": "120", **extra}
+    return {**os.environ, "COLUMNS": "120", **extra}
 
 
 def rlctl(*args: str | Path, cwd: Path = REPO, timeout_s: float = 400, **env: str) -> subprocess.CompletedProcess[str]:
