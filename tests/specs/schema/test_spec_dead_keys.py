@@ -75,6 +75,7 @@ OTHER: dict[str, Any] = {
     "actor.env": {"A": "b"},
     "actor.engine.megatron": {"batch_p2p_sync": False},
     "actor.devices": [1],
+    "actor.threads": 3,  # a test has one core
     "actor.engine.stage": 2,
     "actor.engine.deepspeed": {"steps_per_print": 7},
     "rollout.stop": ["1"],
