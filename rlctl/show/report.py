@@ -141,9 +141,9 @@ def _summary(records: Records, planned: object) -> str:
     shown = eval_keys.headline(steps)
     tiles = {
         "steps": f"{steps[-1]['step']}" + (f" of {planned}" if planned else ""),
-        "training time": duration(spent),
-        "mean reward" if shown.word == "reward" else shown.word: _first_and_last(steps, shown.key) or "–",
-        "tokens per second": count(sum(speed) / len(speed) if speed else None),
+        "training time": duration(spent) if spent else "",
+        "mean reward" if shown.word == "reward" else shown.word: _first_and_last(steps, shown.key),
+        "tokens per second": count(sum(speed) / len(speed)) if speed else "",
     }
     tiles |= {heading: _first_and_last(records, key) for heading, key in eval_keys.keys(records).items()}
     tiles["completions finished"] = _first_and_last(steps, "rollout/finished", share)

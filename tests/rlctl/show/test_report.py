@@ -222,7 +222,9 @@ def test_an_evaluation_before_the_first_step_is_shown(tmp_path: Path) -> None:
     """All that there is where `rlctl eval` measured a model."""
     assert "No step has ended yet." in render(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/reward_mean": 0.25}\n')
-    assert "<dt>eval heldout</dt><dd>0.250</dd>" in render(tmp_path)
+    page = render(tmp_path)
+    assert "<dt>eval heldout</dt><dd>0.250</dd>" in page
+    assert re.findall("<dt>(.*?)</dt>", page) == ["steps", "eval heldout"], "nothing of what it does not have"
 
 
 def test_attempts_and_forks_are_listed(tmp_path: Path) -> None:
