@@ -34,6 +34,7 @@ def with_signal(drawn: Drawn, least: int, refills: int) -> Drawn:
     silent = np.unique(group_B[~signal_B])
     gone_B = np.isin(group_B, silent[max(least - groups, 0) :])
     chosen, gone = np.flatnonzero(~gone_B), np.flatnonzero(gone_B)
-    reward_R = drawn.scored.reward_B[first_valid(rollout_B, gone_B & drawn.scored.scored_B)]
-    thrown = Thrown(refills, len(np.unique(group_B[gone])), groups, reward_R.tolist())
+    first_R = first_valid(rollout_B, gone_B & drawn.scored.scored_B)
+    term_R = {name: column[first_R].tolist() for name, column in drawn.scored.term_B.items()}
+    thrown = Thrown(refills, len(np.unique(group_B[gone])), groups, drawn.scored.reward_B[first_R].tolist(), term_R)
     return Drawn(drawn.batch.select(chosen), replace(drawn.scored.select(chosen), thrown=thrown))

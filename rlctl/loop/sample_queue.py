@@ -296,7 +296,7 @@ def _write(folder: Path, planned: Planned, drawn: Drawn) -> dict[str, Any]:
     from safetensors.numpy import save_file
 
     batch, scored = drawn.batch, drawn.scored
-    columns = {**batch.columns, "reward_B": scored.reward_B, "scored_B": scored.scored_B}
+    columns = {**batch.columns, "reward_B": scored.reward_B, "scored_B": scored.scored_B, **scored.term_B}
     save_file({name: np.ascontiguousarray(column) for name, column in columns.items()}, _file(folder, planned.step))
     graded = {name: value for name, value in asdict(scored).items() if not name.endswith("_B")}
     return {"step": planned.step, "start": planned.start, "end": planned.end, **graded}
@@ -313,9 +313,10 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
+    term_B = {name: columns.pop(name) for name in list(columns) if name.startswith("term_")}
     kept = {each.name: entry[each.name] for each in fields(Scored) if not each.name.endswith("_B")}
     kept |= {name: kind(**kept[name]) for name, kind in (("thrown", Thrown), ("greedy", Greedy)) if kept[name]}
-    scored = Scored(*scores, **{**kept, "zero_terms": tuple(kept["zero_terms"])})
+    scored = Scored(*scores, **{**kept, "zero_terms": tuple(kept["zero_terms"])}, term_B=term_B)
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
 
 

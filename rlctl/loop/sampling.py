@@ -237,18 +237,17 @@ class Generation:
     def finish(self) -> Drawn:
         """Wait for samples, in the order of their ids, and their scores."""
         self.wait()
-        prompts, greedy_B = self.prompts.batch, None
         batches = [part.batch for part in self._parts]
         batch = in_id_order(Batch.concat(batches))
         assert len(np.unique(batch["id_B"])) == len(batch), "a sample came back twice"
-        if "greedy_B" in prompts:
-            greedy_B = np.isin(batch["rollout_B"], prompts["rollout_B"][prompts["greedy_B"] != 0])
         with self._sampler.clock.measure("grading"):
             self._wait_for_scores()
             found = [TermScores.concat(parts) for parts in self._scores.values()]
-            scored = Scored.gather(batches, found, self._sampler.spec.grading, greedy_B)
-        drawn = Drawn(batch, scored)
-        return drawn if greedy_B is None else drawn.with_baseline(greedy_B)
+            scored = Scored.gather(batches, found, self._sampler.spec.grading)
+        drawn, prompts = Drawn(batch, scored), self.prompts.batch
+        if "greedy_B" not in prompts:
+            return drawn
+        return drawn.with_baseline(np.isin(batch["rollout_B"], prompts["rollout_B"][prompts["greedy_B"] != 0]))
 
     def _wait_for_scores(self) -> None:
         """Wait for those of the parts that are new since the last time. A wait that is broken off begins again."""
@@ -305,6 +304,7 @@ class Thrown:
     groups: int  # thrown away
     signal: int  # groups whose scores differ, of those that stayed
     reward_R: list[float]  # scores of the rollouts that were thrown away, of those that could be graded
+    term_R: Mapping[str, list[float]] = field(default_factory=dict)  # the same of each term, as `Scored.term_B`
 
     def metrics(self) -> dict[str, int]:
         return {"rollout/refills": self.refills, "rollout/thrown_groups": self.groups}
@@ -333,7 +333,6 @@ class Scored:
     reward_B: NDArray[np.float32]
     scored_B: NDArray[np.bool_]  # False: grading failed and the fallback stands
     failures: dict[str, int]
-    terms: dict[str, float]  # term_<i>: its mean over the rollouts that were graded
     samples: list[dict[str, Any]]
     counts: dict[str, float] = field(default_factory=dict)  # what grading took, as metrics below reward/
     thrown: Thrown | None = None  # None without dynamic sampling
@@ -344,14 +343,8 @@ class Scored:
     term_B: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by name, `term_<i>_B`
 
     @staticmethod
-    def gather(
-        parts: Sequence[Batch],
-        found: Sequence[TermScores],
-        reward: RewardSection,
-        greedy_B: NDArray[np.bool_] | None = None,
-    ) -> Scored:
-        """Weigh what each grader says of all samples, in the order in which they came in. `greedy_B`, in the order of
-        ids: samples that the means of terms leave out.
+    def gather(parts: Sequence[Batch], found: Sequence[TermScores], reward: RewardSection) -> Scored:
+        """Weigh what each grader says of all samples, in the order in which they came in.
 
         A sample that any term could not grade has `reward.fallback` as its whole score; so has one whose score, or
         value of a term, is beyond MAX_SCORE, with which a step cannot compute.
@@ -372,8 +365,6 @@ class Scored:
             values = ", ".join(f"term {number} is {column[unusable[0]]:g}" for number, column in value_B.items())
             first_failure = f"{values}: beyond ±{MAX_SCORE:g} (sample {id_B[unusable[0]]})"
         term_B = {n: np.where(scored_B, column, 0.0).astype(np.float32) for n, column in sorted(value_B.items())}
-        counted_B = scored_B if greedy_B is None else scored_B & ~greedy_B
-        chosen = first_valid(rollout_B, counted_B)
         reward_B = np.where(scored_B, total_B, reward.fallback).astype(np.float32)
 
         def whole(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,12 +376,11 @@ class Scored:
             reward_B,
             scored_B,
             add_up([*(part.failures for part in found), {"bad_values": len(np.unique(rollout_B[unusable]))}]),
-            {f"term_{n}": _mean(column[chosen]) for n, column in term_B.items()},
             sorted((whole(sample) for part in found for sample in part.samples), key=itemgetter("id")),
             add_up([part.counts for part in found]),
             completions=len(np.unique(rollout_B)),
             first_failure=first_failure,
-            zero_terms=tuple(number for number, column in term_B.items() if not column[counted_B].any()),
+            zero_terms=tuple(number for number, column in term_B.items() if not column[scored_B].any()),
             term_B={f"term_{number}_B": column for number, column in term_B.items()},
         )
 
@@ -404,6 +394,14 @@ class Scored:
         thrown_R = np.array(self.thrown.reward_R if self.thrown else (), dtype=np.float32)
         graded_R = np.concatenate([self.reward_B[first_valid(rollout_B, self.scored_B)], thrown_R])
         return graded_R if len(graded_R) else self.reward_B[first_valid(rollout_B, np.ones_like(self.scored_B))]
+
+    def mean_terms(self, rollout_B: NDArray[np.int64]) -> dict[str, float]:
+        """Return term_<i>: its mean over the same rollouts, also those thrown away; 0 where no grading worked."""
+        chosen, thrown = first_valid(rollout_B, self.scored_B), self.thrown.term_R if self.thrown else {}
+        return {
+            name.removesuffix("_B"): _mean(np.concatenate([column[chosen], thrown.get(name, ())]))
+            for name, column in self.term_B.items()
+        }
 
     def select(self, indices: NDArray[np.int64]) -> Scored:
         """The scores of some samples. What grading had to say stays as it was said of all."""
@@ -444,7 +442,7 @@ class Drawn:
         return Drawn(self.batch.select(kept), self.scored.select(kept))
 
 
-def _mean(values: NDArray[np.float32]) -> float:
+def _mean(values: NDArray[Any]) -> float:
     return float(values.mean(dtype=np.float64)) if len(values) else 0.0
 
 

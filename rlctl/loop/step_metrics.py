@@ -118,7 +118,7 @@ def collect(
         "reward/std": float(reward_R.std(dtype=np.float64)),
         **({"reward/silent_groups": silent} if equal_is_silent else {}),
         **({"reward/lone_groups": int((graded.rollouts_G < min_group).sum())} if min_group > 1 else {}),
-        **{f"reward/{name}": value for name, value in scored.terms.items()},
+        **{f"reward/{name}": value for name, value in scored.mean_terms(batch["rollout_B"]).items()},
         **(thrown.metrics() if thrown else {}),
         **(scored.greedy.metrics() if scored.greedy else {}),
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},

@@ -58,7 +58,7 @@ def drawn() -> tuple[Batch, Scored]:
     reward_B = (10 * group_B + rng.normal(size=len(group_B))).astype(np.float32)
     scored_B = np.ones(len(group_B), dtype=bool)
     scored_B[5] = False
-    return Batch(columns), Scored(reward_B, scored_B, {}, {}, [])
+    return Batch(columns), Scored(reward_B, scored_B, {}, [])
 
 
 def rl_driver(

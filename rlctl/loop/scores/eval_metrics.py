@@ -52,7 +52,7 @@ def evaluated(drawn: Drawn, passes: PassThreshold | None) -> dict[str, float]:
     return {
         "reward_mean": float(reward_R.mean()),
         "reward_stderr": standard_error(reward_R, group_R),
-        **scored.terms,
+        **scored.mean_terms(batch["rollout_B"]),
         **solved,
         "finished": float(rollouts.all(batch["finished_B"] != 0).mean()),
         "length_mean": float(rollouts.sums(batch.sum_by_sequence("loss_mask_T")).mean()),

@@ -32,7 +32,8 @@ def drawn_of(groups: list[list[float | None]]) -> Drawn:
     group_B = np.repeat(np.arange(len(groups)) + 10, [len(group) for group in groups])
     ids_B, ones = np.arange(len(reward_B)), np.ones(len(reward_B), dtype=np.int64)
     batch = Batch({"tokens_T": ids_B, "length_B": ones, "group_B": group_B, "rollout_B": ids_B, "id_B": ids_B})
-    return Drawn(batch, Scored(reward_B, scored_B, {}, {}, []))
+    term_B = {"term_0_B": 2 * reward_B}
+    return Drawn(batch, Scored(reward_B, scored_B, {}, [], term_B=term_B))
 
 
 DRAWN = drawn_of([[0, 0], [0, 1], [1, 1], [None, 1], [None, None], [2, 1]])
@@ -58,6 +59,7 @@ def test_groups_without_signal_go_as_far_as_every_mini_batch_has_a_rollout(least
     gone = set(range(12)) - set(left.batch["id_B"].tolist())
     assert sorted(thrown.reward_R) == sorted(DRAWN.scored.reward_B[i] for i in gone if DRAWN.scored.scored_B[i])
     assert sorted(left.scored.by_rollout(left.batch["rollout_B"])) == [0, 0, 0, 1, 1, 1, 1, 1, 2], "all graded ones"
+    assert left.scored.mean_terms(left.batch["rollout_B"]) == {"term_0": pytest.approx(2 * 7 / 9)}, "of the same"
 
 
 def test_scores_are_those_of_what_was_thrown_away_where_nothing_else_was_graded() -> None:

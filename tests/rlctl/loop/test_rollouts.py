@@ -20,9 +20,9 @@ ROLLOUT_B = np.array([7, 7, 4, 7, 9])
 def test_the_score_of_a_rollout_is_that_of_its_first_valid_sample():
     assert first_valid(ROLLOUT_B, np.array([False, True, True, True, False])).tolist() == [1, 2]
     scored_B = np.array([False, True, True, True, False])
-    scored = Scored(np.array([0, 1, 5, 1, 0], dtype=np.float32), scored_B, {}, {}, [])
+    scored = Scored(np.array([0, 1, 5, 1, 0], dtype=np.float32), scored_B, {}, [])
     assert scored.by_rollout(ROLLOUT_B).tolist() == [1, 5]
-    nothing = Scored(np.arange(5, dtype=np.float32), np.zeros(5, bool), {}, {}, [])
+    nothing = Scored(np.arange(5, dtype=np.float32), np.zeros(5, bool), {}, [])
     assert nothing.by_rollout(ROLLOUT_B).tolist() == [0, 2, 4], "the fallback of each"
 
 
@@ -37,7 +37,7 @@ def test_metrics_of_a_step_count_rollouts_and_loss_tokens():
         "group_B": np.array([0, 0, 0, 1]),
         "finished_B": np.array([1, 1, 0, 1], dtype=np.uint8),
     }
-    scored = Scored(np.array([1, 4, 4, 1], dtype=np.float32), np.ones(4, dtype=bool), {}, {}, [])
+    scored = Scored(np.array([1, 4, 4, 1], dtype=np.float32), np.ones(4, dtype=bool), {}, [])
     sums = dict.fromkeys(
         ("loss", "micro_batches", "entropy", "kl", "clipped", "approx_kl", "ratio", "logprob_gap"), 0.0
     ) | {"tokens": 10.0, "logprob_gap_max": 0.0, "micro_batch_tokens_max": 0.0}

@@ -204,12 +204,14 @@ def test_what_grading_said_of_samples_drawn_ahead_outlives_a_checkpoint(tmp_path
         "completions": 6,
         "first_failure": "KeyError: 'x'",
         "zero_terms": (1,),
-        "thrown": Thrown(1, 1, 1, [0.5, 0.0]),
+        "thrown": Thrown(1, 1, 1, [0.5, 0.0], {"term_0_B": [0.5, 0.0]}),
     }
-    scored = Scored(np.zeros(4, np.float32), np.ones(4, bool), {"exceptions": 2}, {"term_0": 0.0}, [], **said)
+    term_B = {"term_0_B": np.array([1, 2, 3, 4], np.float32)}
+    scored = Scored(np.zeros(4, np.float32), np.ones(4, bool), {"exceptions": 2}, [], **said, term_B=term_B)
     entry = json.loads(json.dumps(_write(tmp_path, Planned(7, 0, 2), Drawn(batch, scored))))
     back = _read(tmp_path, entry).drawn.scored
     assert {name: getattr(back, name) for name in said} == said
+    assert back.mean_terms(np.arange(4)) == {"term_0": 10.5 / 6}
     RewardFailureWatch(0.5, lambda text: None).see(back, "step 7")
 
 

@@ -25,7 +25,7 @@ def test_scores_of_greedy_completions_become_a_column() -> None:
     columns = {"length_B": length_B, "group_B": group_B, "rollout_B": rollout_B, "id_B": ids_B}
     batch = Batch({**columns, "loss_mask_T": np.array([1, 0, 1, 0, 1, 1, 1, 0, 1, 1], np.uint8)})
     reward_B, scored_B = np.array([0, 1, 2, 3, 4, 5, 2], np.float32), np.array([1, 1, 1, 1, 1, 0, 1], dtype=bool)
-    drawn = Drawn(batch, Scored(reward_B, scored_B, {}, {}, [])).with_baseline(greedy_B)
+    drawn = Drawn(batch, Scored(reward_B, scored_B, {}, [])).with_baseline(greedy_B)
     assert drawn.batch["id_B"].tolist() == [0, 1, 3, 4]
     assert drawn.batch["baseline_B"].tolist() == [2.0, 2.0, 5.0, 5.0], "the fallback is the fallback"
     assert drawn.scored.reward_B.tolist() == [0.0, 1.0, 3.0, 4.0]
@@ -36,6 +36,19 @@ def test_scores_of_greedy_completions_become_a_column() -> None:
         "rollout/greedy_samples": 2,
         "rollout/greedy_tokens": 3,
     }
+
+
+def test_means_of_terms_are_of_the_completions_that_the_mean_reward_is_of() -> None:
+    """The second of three groups is too old, and goes; so does its part of each term."""
+    columns = {name: np.arange(6) for name in ("rollout_B", "id_B")} | {"version_B": np.array([4, 4, 4, 1, 4, 4])}
+    batch = Batch({**columns, "group_B": np.repeat([0, 1, 2], 2), "length_B": np.ones(6, np.int64)})
+    term_B = {"term_0_B": np.array([1, 0, 9, 9, 1, 9], np.float32), "term_1_B": np.full(6, -1, np.float32)}
+    graded_B = np.array([1, 1, 1, 1, 1, 0], dtype=bool)
+    reward_B = (term_B["term_0_B"] + 0.5 * term_B["term_1_B"]) * graded_B
+    left = Drawn(batch, Scored(reward_B, graded_B, {}, [], term_B=term_B)).fresh(4, 1)
+    rollout_B = left.batch["rollout_B"]
+    assert left.scored.mean_terms(rollout_B) == {"term_0": pytest.approx(2 / 3), "term_1": -1.0}
+    assert left.scored.by_rollout(rollout_B).mean() == pytest.approx(2 / 3 - 0.5)
 
 
 @pytest.mark.parametrize("size", [1, 4])

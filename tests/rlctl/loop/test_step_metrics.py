@@ -89,7 +89,7 @@ def test_statistics_of_the_largest_scores_are_finite():
     columns |= {name: np.arange(512) for name in ("group_B", "rollout_B", "id_B")}
     batch = Batch(columns | {"length_B": np.ones(512, np.int64), "finished_B": np.ones(512, np.uint8)})
     reward_B = np.where(np.arange(512) % 2, MAX_SCORE, -MAX_SCORE).astype(np.float32)
-    scored = Scored(reward_B, np.ones(512, bool), {}, {}, [])
+    scored = Scored(reward_B, np.ones(512, bool), {}, [])
     updates = [[report(1, 1.0, 0.2, 3.0, 0.5)]]
     metrics = collect(1, batch, scored, {"actor": LOSS}, {"actor": updates}, None, {"time/step_s": 1.0})
     assert metrics["reward/std"] == pytest.approx(MAX_SCORE)

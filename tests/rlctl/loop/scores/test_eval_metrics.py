@@ -31,8 +31,7 @@ def drawn(*, failed: int | None = None) -> Drawn:
     )
     scored_B = np.array([index != failed for index in ids])
     term_B = {"term_0_B": (reward_B == 1).astype(np.float32), "term_1_B": np.full(len(ids), 0.1, dtype=np.float32)}
-    terms = {"term_0": float(term_B["term_0_B"].mean()), "term_1": 0.1}
-    return Drawn(batch, Scored(reward_B, scored_B, {"timeout": failed is not None}, terms, [], term_B=term_B))
+    return Drawn(batch, Scored(reward_B, scored_B, {"timeout": failed is not None}, [], term_B=term_B))
 
 
 def by_enumeration(n: int, c: int, k: int) -> float:

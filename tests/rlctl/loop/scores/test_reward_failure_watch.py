@@ -16,7 +16,7 @@ TERM = 'reward.terms=[{kind="function", path="rewards.py:score"}]'
 
 def scored(failures, completions=8, first="ValueError: four (rows.jsonl:3)"):
     nothing = np.zeros(0)
-    return Scored(nothing, nothing, failures, {}, [], completions=completions, first_failure=first)
+    return Scored(nothing, nothing, failures, [], completions=completions, first_failure=first)
 
 
 def said_of(*steps, max_failed_share=1.0):

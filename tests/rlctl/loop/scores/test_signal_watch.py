@@ -13,7 +13,7 @@ from rlctl.loop.scores.signal_watch import SignalWatch
 from specs.load.load import spec_from
 from specs.schema.environment import STOP_REASONS
 
-GRADED = Scored(np.zeros(8, np.float32), np.ones(8, bool), {}, {}, [], completions=8)
+GRADED = Scored(np.zeros(8, np.float32), np.ones(8, bool), {}, [], completions=8)
 USUAL = {
     "rollout/finished": 0.9,
     "rollout/repeated": 0.5,

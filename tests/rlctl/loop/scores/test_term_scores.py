@@ -74,7 +74,7 @@ def test_weights_and_failures() -> None:
         "term_0_B": [1, 0, 0, 1],
         "term_1_B": [4, 0, 0, 8],
     }
-    assert found.terms == {"term_0": 1.0, "term_1": 6.0}
+    assert found.mean_terms(np.arange(40, 44)) == {"term_0": 1.0, "term_1": 6.0}
     assert (found.failures, found.counts) == ({"crashes": 1, "judge_errors": 1, "bad_values": 0}, {"judge_cost": 1})
     assert found.samples == [{"id": 43, "prompt": "p", "reward": 6.0, "scored": True, "terms": [1.0, 8.0]}]
 
