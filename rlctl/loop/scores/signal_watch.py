@@ -98,13 +98,13 @@ class SignalWatch:
         advantage, terms = self._spec.algorithm.advantage, self._spec.reward.terms
         if not advantage.needs_teacher and metrics["reward/std"] == 0.0:
             yield (
-                f"all completions score {number(metrics['reward/mean'])}: equal scores teach nothing. Either none "
+                f"all completions score {number(metrics['reward/mean'])}, which tells none from another. Either none "
                 "earns more yet, or the reward cannot be right: samples.jsonl in the run directory has what was graded"
             )
             return
         if advantage.equal_is_silent and scored.thrown is None and metrics["reward/silent_groups"] == 1.0:
             yield (
-                "in every group all completions score the same, so that all advantages are 0: the reward tells prompts "
+                "in every group all completions score the same, so that the reward teaches nothing: it tells prompts "
                 "apart, not completions; or algorithm.group_size is too small for a score that is rarely earned"
             )
         for index in scored.zero_terms:

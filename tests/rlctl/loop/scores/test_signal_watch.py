@@ -36,7 +36,7 @@ def said_of(*steps: dict, scored: Scored = GRADED, **sections: dict) -> list[str
 
 def test_equal_scores_are_told_once_at_the_first_step() -> None:
     (line,) = said_of({"reward/std": 0.0, "reward/mean": 0.0, "reward/silent_groups": 1.0}, {"reward/std": 0.0})
-    assert line.startswith("step 1: all completions score 0: equal scores teach nothing")
+    assert line.startswith("step 1: all completions score 0, which tells none from another")
     assert said_of({}, {"reward/std": 0.0}) == []
 
 
