@@ -7,6 +7,9 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
+from fnmatch import fnmatch
+from operator import add, floordiv, mul, sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ _NO_SETTINGS = {"args", "train_dataset", "processing_class", "tokenizer", "callb
 _OVERRIDE = re.compile(r"(?:\w+=)?\(?\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # also `ARRAY=(key=value`
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)")  # one that holds no other
 _REFERENCE = re.compile(r"\$\{(?:oc\.select: *)?([\w.]+)(?:, *([^${}]*))?\}")  # in YAML, to another key
+_CASE = re.compile(r"\s*case\s+[\"']?(.*?)[\"']?\s+in\s*(?:#.*)?")
+_BRANCH = re.compile(r"\s*\(?([\w.*\"'-]+(?:\s*\|\s*[\w.*\"'-]+)*)\)\s*(.*)")
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.FloorDiv: floordiv}
 _DEPTH = 4  # of variables in the defaults of others
 
 
@@ -192,10 +198,11 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
             return _keywords(node, known)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
-        case ast.BinOp(op=ast.Mult() | ast.Add()):
+        case ast.BinOp() if operator := _OPERATORS.get(type(node.op)):
             left, right = _value(node.left, known), _value(node.right, known)
             if isinstance(left, int | float) and isinstance(right, int | float):
-                return left * right if isinstance(node.op, ast.Mult) else left + right
+                with suppress(ArithmeticError):
+                    return operator(left, right)
     return Code(ast.unparse(node))
 
 
@@ -204,7 +211,7 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
 
 def _overrides(text: str) -> Iterator[tuple[str, Any]]:
     """Yield the words `key=value` with dots in the key. A variable has the first value that the script gives it."""
-    known: dict[str, str] = {"HOME": "~"}
+    known: dict[str, str] = {"HOME": "~", "PWD": "."}
 
     def variable(found: re.Match[str]) -> str:
         value = known.get(found[1] or found[3], found[0])
@@ -213,20 +220,35 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
 
     def computed(found: re.Match[str]) -> str:
         numbers = {name: int(value) for name, value in known.items() if value.isdigit()}
-        value = _value(ast.parse(found[1].strip(), mode="eval").body, numbers)
+        value = _value(ast.parse(found[1].strip().replace("/", "//"), mode="eval").body, numbers)
         return found[0] if isinstance(value, Code) else str(value)
 
+    cases: list[tuple[str, bool | None]] = []  # of those around a line the word, and whether this branch is taken
     for line in text.replace("\\\n", " ").splitlines():
         for _ in range(_DEPTH):
             line = _VARIABLE.sub(variable, line)
+        if case := _CASE.fullmatch(line):
+            cases.append((case[1], None))
+        elif cases and re.match(r"\s*esac\b", line):
+            cases.pop()
+        elif cases and (branch := _BRANCH.fullmatch(line)):
+            word, taken = cases[-1]
+            fits = "$" in word or any(fnmatch(word, one) for one in re.findall(r"[^\s|\"']+", branch[1]))
+            cases[-1] = word, (fits or None) if taken is None else False  # None: none yet
+            line = branch[2]
+        if not all(taken for _, taken in cases):
+            continue
         try:
-            words = shlex.split(re.sub(r"\$\(\(([^()]*)\)\)", computed, line), comments=True)
+            words = shlex.split(re.sub(r"\$\(\((.*?)\)\)(?!\))", computed, line), comments=True)
         except (ValueError, SyntaxError):  # such as a quote that another line closes
             continue
-        for word in words:
+        for word in (word.rstrip(";") for word in words):
             if word.startswith("--config-name"):
                 yield "config_name", word.partition("=")[2]
             elif found := _OVERRIDE.fullmatch(word.removesuffix(")")):
-                yield found[1], _yaml(found[2])
+                try:
+                    yield found[1], _yaml(found[2])
+                except ValueError:  # Hydra takes more than YAML does, such as {*}
+                    yield found[1], Code(found[2])
             elif assigned := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
-                known.setdefault(assigned[1], assigned[2])
+                known[assigned[1]] = known.get(assigned[1]) or assigned[2]

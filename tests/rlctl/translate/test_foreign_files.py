@@ -102,3 +102,21 @@ def test_what_a_script_sets_on_its_arguments_later_counts(tmp_path: Path) -> Non
         "args = GRPOConfig(beta=0.1)\nargs.beta = 0.2\ntrainer = GRPOTrainer('m', args=args)\ntrainer.x = 3"
     )
     assert read_foreign(script)[1] == {"beta": 0.2, "model_name_or_path": "m"}
+
+
+def test_of_a_case_in_a_script_one_branch_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(
+        "DEVICE=${DEVICE:-$(python3 -c 'import npu' && echo npu || echo gpu)}\nMACHINE=${MACHINE:-}\nN=${N:-}\n"
+        'case "$DEVICE" in\n  gpu | tpu)\n    case ${MACHINE} in\n      gb200)\n        N=${N:-4}\n'
+        "        X+=(actor_rollout_ref.rollout.enforce_eager=True)\n        ;;\n      *) N=${N:-8};;\n    esac  # x\n"
+        "    ;;\n  npu)\n    N=2 a.b=c\n    ;;\nesac\nrun actor_rollout_ref.rollout.n=1 trainer.n_gpus_per_node=$N\n"
+    )
+    assert read_foreign(tmp_path / "a.sh")[1] == {"actor_rollout_ref.rollout.n": 1, "trainer.n_gpus_per_node": 8}
+
+
+def test_what_a_script_computes_or_hydra_alone_reads_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(
+        "A=1024\npython actor_rollout_ref.a=$(((A + 1) * 4 / 2 - 2)) b.c=$((A/0))/x d.e={*} f.g=$PWD/a\n"
+    )
+    given = read_foreign(tmp_path / "a.sh")[1]
+    assert given == {"actor_rollout_ref.a": 2048, "b.c": "$((A/0))/x", "d.e": "{*}", "f.g": "./a"}
