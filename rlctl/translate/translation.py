@@ -51,6 +51,8 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     source = translation_table("sources")[kind]
     recipe = RECIPES[source["recipe"]]
     made = Translation(recipe, name, {"run.recipe": source["recipe"], **source["set"]})
+    for table, brought in source.get("with", {}).items():
+        made.values |= brought if any(f".{table}." in f".{key}" for key in given) else {}
     defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, dict.fromkeys(given, True))}
     unlimited = {key: None for key in given if given[key] is None and _last(key) in source["defaults"]}
     given = {key: _plain(value) for key, value in {**defaults, **given}.items() if value not in (None, {})}
@@ -64,7 +66,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     derived = {key: _computed(formula, given, used) for key, formula in source.get("derived", {}).items()}
     given |= {key: value for key, value in derived.items() if value is not None and not _ending(key, given)}
     by_hand = []
+    others = source.get("others", "").split()
     for key, row in _in_order(given, recipe):
+        row = None if any(f".{table}." in f".{key}." for table in others) else row
         shown = f"{key} = {_shown(given[key])}" + (" (default)" if key in defaults else "")
         if row is None or not row.ours:
             made.dropped[key] = (shown, row.remark.partition(": remove the ")[0] if row else "rlctl has no such key")
@@ -79,12 +83,10 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             same = isinstance(row.how, dict) and _spelled(given[key]) in row.how and not row.only
             ruled = row.only or isinstance(row.how, list) or "*" in (row.how or ())
             reason = row.remark if ruled and not same else ""
-            off = isinstance(given[key], int | float) and given[key] < 0
+            off = not same and isinstance(given[key], int | float) and given[key] < 0
             made.dropped[key] = (shown, reason or ("it cannot be off" if off else "as rlctl does without a key"))
     for key, own, shown, remark in by_hand:
-        if own in made.placed:
-            made.dropped[key] = (shown, f"{own} = {_shown(made.values[own])} is given")
-        else:
+        if own not in made.placed or key not in defaults:
             made.note(own, f"{shown}: {remark}")
     for key, row in _in_order(unlimited, recipe):
         if row is not None and row.ours:

@@ -368,6 +368,10 @@ VLLM = "use_vllm=True, vllm_importance_sampling_mode='{}', vllm_importance_sampl
 SEQUENCES = {"algorithm.kind": "gspo", "algorithm.clip_low": 0.2, "algorithm.loss_aggregation": "token-mean"}
 PRIME_SFT = "data = { seq_len = 128, batch_size = 64, micro_batch_size = 1 }\nscheduler = { type = 'cosine' }"
 GRPO = "GRPOTrainer(model='m', reward_funcs={}, args=GRPOConfig(num_generations=8, {}), peft_config=LoraConfig({}))"
+TP = {"rollout.engine.tensor_parallel": 2}
+BF16 = {"actor.dtype": "bf16"}
+MEGATRON = " ".join(f"a.{role}.megatron.tensor_model_parallel_size={size}" for role, size in (("actor", 4), ("ref", 2)))
+MEGATRONS = {"actor.engine.kind": "megatron", "actor.engine.tensor_parallel": 4, "rollout.engine.tensor_parallel": None}
 VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_training_steps=5 trainer.project_name=p "
 
 
@@ -404,6 +408,34 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.sh", VERL + "m.loss_mode=gspo", {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}, ""),
         ("a.sh", VERL + "m.loss_mode=gspo m.clip_ratio_low=3e-4", {"algorithm.clip_low": 3e-4}, ""),
         ("a.sh", VERL + "m.loss_mode=kl_cov", {"algorithm.covariance_share": 2e-4, "algorithm.clip_low": None}, ""),
+        ("a.sh", VERL + MEGATRON, MEGATRONS, ""),
+        ("a.sh", VERL + "m.loss_mode=gpg a.adv_estimator=grpo", {"algorithm.kind": "grpo"}, 'loss_mode = "gpg"'),
+        ("a.sh", VERL + "rollout.name=vllm reward_model.rollout.name=sglang", {"rollout.engine.kind": "vllm"}, ""),
+        ("a.sh", VERL + "rollout.data_parallel_size=1", {"rollout.processes": 8}, ""),
+        (
+            "a.sh",
+            VERL + "distillation.n_gpus_per_node=4 distillation.enabled=True",
+            {"actor.processes": 8},
+            '"distill"',
+        ),
+        ("a.sh", VERL + "m.model.lora_rank=8", {"actor.lora.alpha": 16}, ""),
+        (
+            "a.sh",
+            VERL + "a.adv_estimator=grpo f.filter_groups.enable=true f.max_num_gen_batches=10",
+            {"algorithm.max_refills": 9},
+            "",
+        ),
+        ("a.sh", VERL + "p.mixed_precision.param_dtype=bf16 p.mixed_precision.buffer_dtype=fp32", BF16, ""),
+        (
+            "a.sh",
+            VERL + "rollout.name=vllm rollout.tensor_model_parallel_size=2 c.turbo_config.x.tensor_parallel_size=1",
+            TP,
+            "",
+        ),
+        ("a.sh", VERL + "a.bypass_mode=true a.rollout_is=token", {"algorithm.anchor": None}, '"sampler", without'),
+        ("a.yaml", "max_length: 8\nmodel_revision: it-SFT\nmodel_name_or_path: m", {}, 'model_revision = "it-SFT"'),
+        ("a.yaml", 'max_length: 8\nsave_strategy: "no"', {"checkpoint.every": None}, 'save_strategy = "no"'),
+        ("a.yaml", "max_length: 8\nbf16: true\ntorch_dtype: float32", BF16, ""),
         (
             "a.sh",
             VERL.replace("n=8", "n=4") + "a.adv_estimator=gpg",
