@@ -366,6 +366,8 @@ TAUGHT = {"algorithm.kind": "distill", "ref.model": "t", "algorithm.scale": None
 NOTHING_MASKED = dict.fromkeys(MASKED)
 VLLM = "use_vllm=True, vllm_importance_sampling_mode='{}', vllm_importance_sampling_clip_max={}"
 SEQUENCES = {"algorithm.kind": "gspo", "algorithm.clip_low": 0.2, "algorithm.loss_aggregation": "token-mean"}
+PRIME_EVAL = "[orchestrator.eval]\ninterval = 5\ngroup_size = 4\nsampling = { top_p = 0.9, temperature = 0.5 }"
+EVALUATED = {"eval.samples_per_prompt": 4, "eval.top_p": 0.9}
 PRIME_SFT = "data = { seq_len = 128, batch_size = 64, micro_batch_size = 1 }\nscheduler = { type = 'cosine' }"
 GRPO = "GRPOTrainer(model='m', reward_funcs={}, args=GRPOConfig(num_generations=8, {}), peft_config=LoraConfig({}))"
 TP = {"rollout.engine.tensor_parallel": 2}
@@ -492,6 +494,11 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.toml", PRIME_RL + "[orchestrator.algo]\ntype = 'opd'\nteacher = { name = 't' }", TAUGHT, ""),
         ("a.toml", PRIME_RL, {"algorithm.scale": "none", "rollout.in_flight": True}, ""),
         ("a.toml", PRIME_RL.replace("num_", "n_"), {"actor.devices": [0], "rollout.devices": [1]}, ""),
+        ("a.toml", PRIME_RL + PRIME_EVAL, {**EVALUATED, "algorithm.group_size": 16, "rollout.top_p": None}, ""),
+        ("a.toml", PRIME_RL.replace("lr = 3e-6", "type = 'muon'"), {"actor.optimizer.lr": None}, 'optim.type = "muon"'),
+        ("a.toml", PRIME_RL.replace("lr =", "betas2 = 0.95, lr ="), {"actor.optimizer.betas": [0.9, 0.95]}, ""),
+        ("a.toml", PRIME_NODES, {"data.prompts_per_step": 64, "algorithm.group_size": 8}, "own loss does not clip"),
+        ("a.yaml", "packing: true\nmax_length: 8", {}, "with packing TRL counts packed sequences"),
         ("a.toml", PRIME_SFT, {"data.rows_per_step": 64, "actor.optimizer.warmup_steps": 10}, "packed sequences"),
         ("a.sh", VERL + 'data.train_files=\'["a","b"]\'', {"data.train": "a"}, 'the first of ["a", "b"]'),
     ],
