@@ -52,7 +52,7 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     recipe = RECIPES[source["recipe"]]
     made = Translation(recipe, name, {"run.recipe": source["recipe"], **source["set"]})
     for table, brought in source.get("with", {}).items():
-        made.values |= brought if any(f".{table}." in f".{key}" for key in given) else {}
+        made.values |= brought if any(f".{table}." in f".{key}." for key in given) else {}
     defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, dict.fromkeys(given, True))}
     unlimited = {key: None for key in given if given[key] is None and _last(key) in source["defaults"]}
     given = {key: _plain(value) for key, value in {**defaults, **given}.items() if value not in (None, {})}

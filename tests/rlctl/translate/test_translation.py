@@ -108,6 +108,11 @@ python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.mo
     algorithm.use_kl_in_reward=True data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
     critic.optim.lr_warmup_steps_ratio=0.05 trainer.total_training_steps=100 actor_rollout_ref.rollout.dtype=bfloat16
 """
+VERL_SFT = """
+torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=$HOME/train.parquet model.lora_rank=32 \\
+    data.val_files=$HOME/test.parquet data.micro_batch_size_per_gpu=4 data.messages_key=messages \\
+    optim.lr_warmup_steps=10 model.path=Qwen/Qwen3-8B trainer.test_freq=5 trainer.total_training_steps=100
+"""
 TRL_SETS = """
 config = GRPOConfig(generation_batch_size=64, per_device_train_batch_size=8, gradient_accumulation_steps=2,
     num_generations=8, num_iterations=2, max_steps=400, eval_steps=80)
@@ -258,6 +263,21 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "algorithm.mini_batches_per_step": 4,
             "run.steps": 50,
             "eval.every": 10,
+        },
+    ),
+    "sft.sh": (
+        VERL_SFT,
+        {
+            "run.recipe": "sft",
+            "model.path": "Qwen/Qwen3-8B",
+            "data.rows_per_step": 256,
+            "data.max_tokens": 1024,
+            "data.overlong": "refuse",
+            "actor.engine.kind": "fsdp2",
+            "actor.lora.alpha": 16,
+            "actor.optimizer.warmup_steps": 10,
+            "actor.optimizer.lr": None,  # the comment says which of verl's is meant
+            "eval.data": "~/test.parquet",
         },
     ),
     "untrained.py": (
