@@ -184,7 +184,7 @@ def _keywords(call: ast.Call, known: dict[str, Any]) -> dict[str, Any]:
 def _value(node: ast.expr, known: dict[str, Any]) -> Any:
     """Return a literal, a sum or product of them, or what a name was given; else the code."""
     match node:
-        case ast.Constant():
+        case ast.Constant(value=None | str() | int() | float()):
             return node.value
         case ast.Call(func=ast.Attribute(attr="from_pretrained"), args=[name, *_]):
             return _value(name, known)

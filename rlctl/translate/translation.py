@@ -132,8 +132,8 @@ def _in_order(given: Given, recipe: type[Spec]) -> list[tuple[str, ForeignKey | 
 
 
 def _plain(value: Any) -> Any:
-    """Return the number that stands in quotes; an infinite one is left to a person, as what is computed."""
-    if isinstance(value, float) and not isfinite(value):
+    """Return the number that stands in quotes; an infinite one and what is none of TOML's are left to a person."""
+    if not (isfinite(value) if isinstance(value, float) else isinstance(value, str | int | list | dict)):
         return Code(value)
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
@@ -151,7 +151,7 @@ def _converted(row: ForeignKey, own: str, value: Any, given: Given, used: set[st
         if any(map(_is_code, values)) and dict(computed).get(own) is None:
             return None
         return [pair for pair in computed if pair[1] is not None] or (None if held else [])
-    if any(map(_is_code, values)):
+    if any(_is_code(one) and not (isinstance(row.how, dict) and one in row.how) for one in values):
         return None
     if not isinstance(row.how, dict):
         return [(own, value)] if row.how == "keep" or not row.remark else None

@@ -358,6 +358,11 @@ def test_numbers_in_quotes_are_numbers_and_infinite_ones_a_persons(tmp_path: Pat
     assert made.values["algorithm.group_size"] == 8
     assert any(note.startswith("max_steps = inf: ") for note in made.notes["run.steps"])
     assert "actor.optimizer.lr" not in made.values
+    made = translated(tmp_path, "a.py", "GRPOConfig(num_generations=..., beta=1j, reward_weights=[b'x'], epsilon=0.1)")
+    assert "num_generations = ...: could not be translated" in made.notes["algorithm.group_size"]
+    made = translated(tmp_path, "a.py", "GRPOConfig(epsilon=0.1, model_init_kwargs=dict(dtype=torch.bfloat16))")
+    assert made.translated["model_init_kwargs.dtype"][1] == 'actor.dtype = "bf16"'
+    assert "algorithm.kl_coef" in translated(tmp_path, "b.yaml", "num_generations: 8\nbeta: !!binary aGk=").notes
 
 
 def test_rewards_in_their_place_of_the_call_have_their_weights(tmp_path: Path) -> None:
@@ -391,6 +396,7 @@ EVALUATED = {"eval.samples_per_prompt": 4, "eval.top_p": 0.9}
 PRIME_SFT = "data = { seq_len = 128, batch_size = 64, micro_batch_size = 1 }\nscheduler = { type = 'cosine' }"
 GRPO = "GRPOTrainer(model='m', reward_funcs={}, args=GRPOConfig(num_generations=8, {}), peft_config=LoraConfig({}))"
 TP = {"rollout.engine.tensor_parallel": 2}
+DECAY = {"actor.optimizer.schedule": "cosine", "actor.optimizer.min_lr_ratio": 0.5}
 BF16 = {"actor.dtype": "bf16"}
 MEGATRON = " ".join(f"a.{role}.megatron.tensor_model_parallel_size={size}" for role, size in (("actor", 4), ("ref", 2)))
 MEGATRONS = {"actor.engine.kind": "megatron", "actor.engine.tensor_parallel": 4, "rollout.engine.tensor_parallel": None}
@@ -431,6 +437,13 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.sh", VERL + "m.loss_mode=gspo m.clip_ratio_low=3e-4", {"algorithm.clip_low": 3e-4}, ""),
         ("a.sh", VERL + "m.loss_mode=kl_cov", {"algorithm.covariance_share": 2e-4, "algorithm.clip_low": None}, ""),
         ("a.sh", VERL + MEGATRON, MEGATRONS, ""),
+        ("a.sh", VERL + "data.val_files=t data.val_batch_size=1", {"eval.prompts": None}, "evaluates on all rows"),
+        (
+            "a.sh",
+            VERL + "a.actor.optim.lr_decay_style=cosine a.actor.optim.lr=1e-5 a.actor.optim.min_lr=5e-6",
+            DECAY,
+            "",
+        ),
         ("a.sh", VERL + "m.loss_mode=gpg a.adv_estimator=grpo", {"algorithm.kind": "grpo"}, 'loss_mode = "gpg"'),
         ("a.sh", VERL + "rollout.name=vllm reward_model.rollout.name=sglang", {"rollout.engine.kind": "vllm"}, ""),
         ("a.sh", VERL + "rollout.data_parallel_size=1", {"rollout.processes": 8}, ""),
