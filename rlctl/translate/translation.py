@@ -295,7 +295,8 @@ def _complete(made: Translation, cluster: str) -> None:
     if values.get("actor.processes", 1) > 1:
         values |= {"actor.launcher": "torchrun", "actor.engine.kind": values.get("actor.engine.kind", "fsdp2")}
     learners = {"ref": values.get("algorithm.kl_coef"), "critic": values.get("algorithm.kind") == "ppo"}
-    for role in (role for role, needed in learners.items() if needed):
+    given = {key.partition(".")[0] for key in values}
+    for role in (role for role, needed in learners.items() if needed or role in given):
         values |= {f"{role}.{key}": values[f"actor.{key}"] for key in _SHARED if f"actor.{key}" in values}
     for choice, brought in translation_table("implied").items():
         key, _, kind = choice.partition("=")

@@ -436,7 +436,7 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.sh", VERL + "m.loss_mode=gspo", {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}, ""),
         ("a.sh", VERL + "m.loss_mode=gspo m.clip_ratio_low=3e-4", {"algorithm.clip_low": 3e-4}, ""),
         ("a.sh", VERL + "m.loss_mode=kl_cov", {"algorithm.covariance_share": 2e-4, "algorithm.clip_low": None}, ""),
-        ("a.sh", VERL + MEGATRON, MEGATRONS, ""),
+        ("a.sh", VERL + MEGATRON, MEGATRONS, "tensor_parallel = 2: has no effect: algorithm.kl_coef is 0"),
         ("a.sh", VERL + "m.use_kl_loss=true m.kl_loss_type=k3+", {"algorithm.kl_estimator": "k3-straight-through"}, ""),
         ("a.sh", VERL + "a.adv_estimator=rloo_vectorized", {"algorithm.kind": "rloo"}, ""),
         ("a.sh", VERL + "data.val_files=t data.val_batch_size=1", {"eval.prompts": None}, "evaluates on all rows"),
