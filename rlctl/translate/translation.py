@@ -66,9 +66,8 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     derived = {key: _computed(formula, given, used) for key, formula in source.get("derived", {}).items()}
     given |= {key: value for key, value in derived.items() if value is not None and not _ending(key, given)}
     by_hand = []
-    others = source.get("others", "").split()
     for key, row in _in_order(given, recipe):
-        row = None if any(f".{table}." in f".{key}." for table in others) else row
+        row = None if any(f".{table}." in f".{key}." for table in source.get("others", "").split()) else row
         shown = f"{key} = {_shown(given[key])}" + (" (default)" if key in defaults else "")
         if row is None or not row.ours:
             made.dropped[key] = (shown, row.remark.partition(": remove the ")[0] if row else "rlctl has no such key")
