@@ -119,7 +119,7 @@ def _of_script(tree: ast.Module) -> tuple[set[str], dict[str, Any]]:
         elif name == "train_test_split":
             given["train_test_split"] = Code(ast.unparse(call))
         elif _CALLS.fullmatch(name):
-            calls.add(name)
+            calls.add(name if "args" in named else name.replace("Trainer", "Config"))  # all of theirs are defaults
             given |= dict(_LORA) if name == "LoraConfig" else {}
             sources |= {key.arg: key.value for key in call.keywords if key.arg in ("train_dataset", "eval_dataset")}
             model = named.pop("model", placed[0] if placed and name.endswith("Trainer") else None)

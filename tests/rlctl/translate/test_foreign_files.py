@@ -120,3 +120,12 @@ def test_what_a_script_computes_or_hydra_alone_reads_is_no_error(tmp_path: Path)
     )
     given = read_foreign(tmp_path / "a.sh")[1]
     assert given == {"actor_rollout_ref.a": 2048, "b.c": "$((A/0))/x", "d.e": "{*}", "f.g": "./a"}
+
+
+def test_a_trainer_without_arguments_has_their_defaults(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('DPOTrainer(model="m", train_dataset=load_dataset("org/pairs"))')
+    kind, given = read_foreign(tmp_path / "a.py")
+    assert (kind, given["dataset_name"]) == ("DPOConfig", "org/pairs")
+    (tmp_path / "a.py").write_text('DPOTrainer(model="m", args=parsed)')  # they come from a command line
+    with pytest.raises(UsageError, match="no settings"):
+        read_foreign(tmp_path / "a.py")

@@ -561,7 +561,10 @@ def test_the_table_sets_keys_that_exist() -> None:
     for source in translation_table("sources").values():
         notes = source.get("notes", {})
         named = re.findall(r"\b(?:actor|reward_model)\.\w+", " ".join(notes.values()))
-        assert {*source["set"], *notes, *named, *source.get("unset", {})} <= keys_of(RECIPES[source["recipe"]])
+        brought = {key for values in source.get("with", {}).values() for key in values}
+        assert {*source["set"], *notes, *named, *source.get("unset", {}), *brought} <= keys_of(
+            RECIPES[source["recipe"]]
+        )
 
 
 def test_a_default_of_theirs_gives_way_to_what_its_older_name_was_given() -> None:
