@@ -58,6 +58,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     given = {key: _plain(value) for key, value in {**defaults, **given}.items() if value not in (None, {})}
     for key in [key for key, value in given.items() if (_last(key), value) == ("max_steps", -1)]:
         made.dropped[key] = (f"{key} = {given.pop(key)}", "epochs are counted")
+    others = source.get("others", "").split()
+    for key in [key for key in given if any(f".{table}." in f".{key}." for table in others)]:
+        made.dropped[key] = (f"{key} = {_shown(given.pop(key))}", "rlctl has no such key")
     used: set[str] = set()  # their keys in formulas
     steps = _named("max_steps", given, set())
     for key, value in given.items():
@@ -67,7 +70,6 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     given |= {key: value for key, value in derived.items() if value is not None and not _ending(key, given)}
     by_hand = []
     for key, row in _in_order(given, recipe):
-        row = None if any(f".{table}." in f".{key}." for table in source.get("others", "").split()) else row
         shown = f"{key} = {_shown(given[key])}" + (" (default)" if key in defaults else "")
         if row is None or not row.ours:
             made.dropped[key] = (shown, row.remark.partition(": remove the ")[0] if row else "rlctl has no such key")

@@ -395,6 +395,7 @@ PRIME_EVAL = "[orchestrator.eval]\ninterval = 5\ngroup_size = 4\nsampling = { to
 EVALUATED = {"eval.samples_per_prompt": 4, "eval.top_p": 0.9}
 PRIME_SFT = "data = { seq_len = 128, batch_size = 64, micro_batch_size = 1 }\nscheduler = { type = 'cosine' }"
 GRPO = "GRPOTrainer(model='m', reward_funcs={}, args=GRPOConfig(num_generations=8, {}), peft_config=LoraConfig({}))"
+SIZE = "rollout.tensor_model_parallel_size"
 TP = {"rollout.engine.tensor_parallel": 2}
 DECAY = {"actor.optimizer.schedule": "cosine", "actor.optimizer.min_lr_ratio": 0.5}
 BF16 = {"actor.dtype": "bf16"}
@@ -448,6 +449,7 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ),
         ("a.sh", VERL + "m.loss_mode=gpg a.adv_estimator=grpo", {"algorithm.kind": "grpo"}, 'loss_mode = "gpg"'),
         ("a.sh", VERL + "rollout.name=vllm reward_model.rollout.name=sglang", {"rollout.engine.kind": "vllm"}, ""),
+        ("a.sh", f"reward_model.{SIZE}=4 {VERL} a.{SIZE}=2", {"rollout.processes": 4}, ""),
         ("a.sh", VERL + "rollout.data_parallel_size=1", {"rollout.processes": 8}, ""),
         (
             "a.sh",
