@@ -71,11 +71,12 @@ def clipped_surrogate(
     return PolicyLoss(loss_N, log_ratio_N.detach(), ratio_N.detach(), clipped_N.detach())
 
 
-def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(actor ‖ ref) at each token sampled by the actor, from d = ref - logprob (Schulman 2020).
+def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, anchor_N: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(actor ‖ ref) at each token sampled by the anchor, from d = ref - logprob (Schulman 2020).
 
     k2: d²/2. k3: exp(d) - d - 1, with d clamped to ±20 inside the exponential and the whole to ±10.
-    Straight-through: the value of k1 = -d or k3 with the gradient of k2, which is that of the true KL in expectation.
+    Straight-through: the value of k1 = -d or k3 with the gradient of k2, which is that of the true KL in expectation
+    where the anchor is the actor. Unbiased: that of k3 times the ratio, where it is not (DeepSeek-V3.2, 2025).
     k1 alone has none in expectation: `specs/rules/algorithm_rules.py` refuses it here.
     """
     d_N = ref_logprob_N - logprob_N
@@ -86,9 +87,12 @@ def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, estimator: str) -> Ten
     k3_N = (d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - d_N - 1.0).clamp(-MAX_KL, MAX_KL)
     if estimator == "k3":
         return k3_N
-    assert estimator == "k3-straight-through", estimator
     k2_N = 0.5 * d_N.square()
-    return k3_N.detach() + k2_N - k2_N.detach()
+    straight_N = k3_N.detach() + k2_N - k2_N.detach()
+    if estimator == "k3-straight-through":
+        return straight_N
+    assert estimator == "k3-unbiased", estimator
+    return straight_N * (logprob_N - anchor_N).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 # ── the losses, by table ──────────────────────────────────────────────────────────────────────────
@@ -250,7 +254,7 @@ def policy_loss(
     if columns.correction_N is not None:
         loss_N = columns.correction_N * loss_N
     if columns.ref_logprob_N is not None:
-        kl_N = kl_estimate(logprob_N, columns.ref_logprob_N, loss.kl_estimator)
+        kl_N = kl_estimate(logprob_N, columns.ref_logprob_N, anchor_N, loss.kl_estimator)
         if loss.kl_coef:
             loss_N = loss_N + loss.kl_coef * kl_N
     if loss.entropy_coef:

@@ -77,13 +77,13 @@ def _kl(spec: RlSpec) -> Iterator[Problem]:
         yield Problem("algorithm.kl_horizon", message, f"use at least {spec.samples_per_step}")
     if estimator == "k1" and not in_reward:
         message = "as a loss its gradient is zero in expectation (the mean of ∇ log p over the policy's own samples)"
-        hint = 'use k2, k3 or k3-straight-through, or set algorithm.kl_in = "reward"'
+        hint = 'use k2, k3, k3-straight-through or k3-unbiased, or set algorithm.kl_in = "reward"'
         yield Problem("algorithm.kl_estimator", message, hint)
     if in_reward and _only_teacher(algorithm):
         message = "subtracts the KL from rewards, and with algorithm.reward_coef = 0 none is learned from"
         yield Problem("algorithm.kl_in", message, 'set algorithm.kl_in = "loss", or algorithm.reward_coef above 0')
-    if estimator.endswith("straight-through") and in_reward:
-        message = "has the gradient of another estimator, and no gradient passes through a reward"
+    if "-" in estimator and in_reward:
+        message = "has another gradient than its value, and no gradient passes through a reward"
         yield Problem("algorithm.kl_estimator", message, f"use {estimator[:2]}")
 
 

@@ -20,7 +20,7 @@ Anchor = Literal["current", "trainer", "sampler"]
 Reduction = Literal["token_mean", "token_max", "update_mean", "unit_mean", "chosen_mean", "rejected_mean"]
 UNIT_REDUCTIONS: Mapping[Reduction, str] = {"unit_mean": "units", "chosen_mean": "chosen", "rejected_mean": "rejected"}
 """Names what an engine counts for the mean over units, or those sequences of them."""
-KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through"]
+KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through", "k3-unbiased"]
 
 LossAggregation = Annotated[
     Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"],
@@ -217,7 +217,7 @@ class Algorithm(Table):
     kl_estimator: KlEstimator = "k3"
     """Estimator of the KL at a token (Schulman 2020). `k1` is for the reward alone: as a loss its gradient is zero
     in expectation. `…-straight-through`, for the loss alone, has the value of its estimator and the gradient of
-    k2."""
+    k2; `k3-unbiased` is that of k3 times the ratio (DeepSeek-V3.2, 2025)."""
     kl_target: float | None = Field(None, gt=0)
     """Mean KL per loss token that β is steered to, from `kl_coef` on (Ziegler et al. 2019); unset: β stays."""
     kl_horizon: int = Field(10000, gt=0)

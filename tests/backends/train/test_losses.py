@@ -68,24 +68,31 @@ def test_clipped_surrogate_by_hand(
         ("k3", 5.0, 10.0, 0.0),  # exp(5) - 6 is over the bound
         ("k3-straight-through", 0.5, math.exp(0.5) - 1.5, -0.5),
         ("k1-straight-through", 0.5, -0.5, -0.5),
+        ("k3-unbiased", 0.5, math.e * (math.exp(0.5) - 1.5), math.e * -0.5),  # the anchor is one nat below
+        ("k3-unbiased", 5.0, math.e * 10.0, math.e * -5.0),
     ],
 )
 def test_kl_estimators_by_hand(estimator: str, d: float, value: float, slope: float) -> None:
     logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    kl = kl_estimate(logprob, torch.tensor([-1.0 + d], dtype=torch.float64), estimator)
+    kl = kl_estimate(logprob, torch.tensor([-1.0 + d], dtype=torch.float64), logprob.detach() - 1, estimator)
     kl.sum().backward()
     assert kl.item() == pytest.approx(value)
     assert logprob.grad.item() == pytest.approx(slope)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k1-straight-through", "k3-straight-through"])
-def test_kl_gradient_is_right_in_expectation(estimator: str) -> None:
-    """E over the actor of the straight-through forms' gradient is the gradient of KL(actor ‖ ref), and k2's is."""
+@pytest.mark.parametrize(
+    ("estimator", "sampler"),
+    [("k2", None), ("k1-straight-through", None), ("k3-straight-through", None), ("k3-unbiased", [1.0, 1.0, -2.0])],
+)
+def test_kl_gradient_is_right_in_expectation(estimator: str, sampler: list[float] | None) -> None:
+    """E over the actor of the straight-through forms' gradient is the gradient of KL(actor ‖ ref), and k2's is; the
+    unbiased one's is, over any sampler."""
     logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
     ref = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5], dtype=torch.float64), 0)
     logp = torch.log_softmax(logits, 0)
     (true_grad,) = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)
-    sampled = (logp.detach().exp() * kl_estimate(logp, ref, estimator)).sum()
+    anchor = torch.log_softmax(torch.tensor(sampler, dtype=torch.float64), 0) if sampler else logp.detach()
+    sampled = (anchor.exp() * kl_estimate(logp, ref, anchor, estimator)).sum()
     (estimated,) = torch.autograd.grad(sampled, logits)
     torch.testing.assert_close(estimated, true_grad)
 

@@ -415,6 +415,7 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.yaml", "max_length: 8\nuse_peft: true", {"actor.lora.rank": 16, "actor.lora.alpha": 32}, ""),
         ("a.yaml", "max_length: 8\nuse_peft: false\nlora_r: 16", {"actor.lora.rank": None}, "the whole model learns"),
         ("a.py", GRPO.format("f", "delta=3.0", "r=16"), {"actor.lora.alpha": 8, "algorithm.dual_clip": 3.0}, ""),
+        ("a.py", GRPO.format("f", "beta=0.1", ""), {"algorithm.kl_estimator": "k3-unbiased"}, ""),
         ("a.py", GRPO.format("[f, 'some/rm']", "", ""), {"actor.lora.rank": 8, "algorithm.group_size": 8}, ""),
         ("a.yaml", "max_length: 8\nuse_peft: true", {"actor.lora.targets": ["q_proj", "v_proj"]}, ""),
         ("a.yaml", "max_length: 8\nuse_peft: true\nlora_target_modules: all-linear", ALL_LINEAR, ""),
