@@ -6,6 +6,7 @@ What is learned from is settled at the end. Tokens that two samples share are le
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from workers.chat.chat_turns import AssistantTurn, ChatTurns, split_thought
 from workers.environments.environment_pool import Environment, EnvironmentLost
 from workers.environments.harness import prompt_of
 from workers.episodes.episode import Ended, Episode
-from workers.gateway.chat_request import ChatReply, ChatRequest, RefusedRequest
+from workers.gateway.chat_request import ChatReply, ChatRequest, FailedRequest, RefusedRequest
 from workers.gateway.openai_chat import OpenAIChat
 from workers.gateway.turn_tree import TreeTurn, TurnTree
+from workers.grading.child import one_line
 
 if TYPE_CHECKING:
     from workers.gateway.gateway_server import Gateway
@@ -47,6 +49,7 @@ class AgentEpisode(Episode):
         self.tree = TurnTree(f"{self.task.group}_{self.task.rollout}")
         self._ended: StopReason | None = None  # the limit that the last request met
         self._refused = ""  # the last request that could not be answered, and why
+        self._defect = ""  # of ours, which a request met
         self._tasks: set[asyncio.Task[None]] = set()
         self._limit: asyncio.Timeout | None = None  # of the agent's own time; the sampler's is not counted
         self._began = self._since = 0.0
@@ -65,6 +68,8 @@ class AgentEpisode(Episode):
             for task in (*self._tasks, *([watching] if watching else [])):
                 task.cancel()
             self.settle()
+        if self._defect:
+            raise EnvironmentLost("crash", self._defect)
         if self.section.command:
             self._check_program(found)
             await self._grade(environment, self.section.command)
@@ -163,9 +168,9 @@ class AgentEpisode(Episode):
             self.tree.forget(turn)
             text = f"The episode is over: {_OVER.get(end.stop, end.stop)}."
             turn.reply.set_result(ChatReply(turn.id, text, ended=end.stop))
-        except (ModelError, ChatTemplateError, RefusedRequest) as error:
+        except Exception as error:
             self.tree.forget(turn)
-            turn.reply.set_exception(error if isinstance(error, RefusedRequest) else RefusedRequest(str(error)))
+            turn.reply.set_exception(self._refusal(error))
             turn.reply.exception()  # it counts as seen: the client may be gone
         except BaseException:
             self.tree.forget(turn)
@@ -174,6 +179,16 @@ class AgentEpisode(Episode):
         else:
             turn.reply.set_result(reply)
             self.tree.drawn(turn, reply)
+
+    def _refusal(self, error: Exception) -> RefusedRequest:
+        """Return what a client hears of a turn that could not be drawn. A defect of ours costs the episode, too."""
+        if isinstance(error, RefusedRequest):
+            return error
+        if isinstance(error, ModelError | ChatTemplateError):
+            return RefusedRequest(str(error))
+        traceback.print_exception(error)
+        self._defect = f"a request failed: {one_line(error)}"
+        return FailedRequest(self._defect)
 
     async def _reply(self, turn: TreeTurn) -> ChatReply:
         request = turn.request

@@ -560,6 +560,13 @@ def test_an_agent_that_copes_with_a_limit_and_then_fails_is_lost(stage: Stage) -
     assert stage.play("agent", ["a" + END], {"does": "stumbles", "handles": True}, max_turns=1).stop == "max_turns"
 
 
+def test_a_turn_that_cannot_be_drawn_for_a_defect_costs_the_episode(stage: Stage) -> None:
+    """At once, and by its name, whatever the agent makes of it."""
+    found = stage.play("agent", [], {"does": "copes"}, episode_timeout_s=LIMIT_S)
+    assert (found.stop, found.why) == ("environment_lost", "a request failed: IndexError: pop from empty list")
+    assert found.environment_s < LIMIT_S
+
+
 @pytest.mark.parametrize(
     ("request_", "why"),
     [

@@ -290,6 +290,20 @@ async def test_a_sampler_that_has_failed_is_not_the_requests_fault() -> None:
     assert over.is_set()
 
 
+async def test_a_defect_is_not_the_requests_fault(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving([f"one{END}"]) as served:
+
+        async def draw(*_: object) -> Any:
+            raise KeyError("a defect")
+
+        drawn, served.episode.draw = served.episode.draw, draw
+        status, text = await post(served, ASKED)
+        assert (status, json.loads(text)["error"]["message"]) == (500, "a request failed: KeyError: 'a defect'")
+        assert capfd.readouterr().err.count("Traceback") == 1
+        served.episode.draw = drawn
+        assert content(await post(served, ASKED)) == "one"
+
+
 async def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
     """Clients that truncate in the middle of an emoji send one, anywhere."""
     half = "a\ud83d"
