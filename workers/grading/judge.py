@@ -66,22 +66,36 @@ JudgedSamples = Mapping[int, Sequence[Future[Grade]]]
 
 
 class JudgePanel:
-    """All judges, as one host asks them. `start` belongs to one thread."""
+    """All judges, as one host asks them. Use as a context manager, or `open` and `close` it. `start` belongs to one
+    thread."""
+
+    _loop: asyncio.AbstractEventLoop
+    _thread: threading.Thread
 
     def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path, whose: str = "") -> None:
-        """`terms`: by their number in `reward.terms`; `whose`: ends the names of files that this host alone writes.
-        Raises RewardError where a cache cannot be opened."""
+        """`terms`: by their number in `reward.terms`; `whose`: ends the names of files that this host alone writes."""
+        self._terms, self._setting, self._run_dir, self._whose = terms, setting, run_dir, whose
         self._judges: dict[int, JudgeGrader] = {}
-        for number, term in terms.items():
-            own = Path(setting.base, Path(term.cache_file).expanduser())
-            path = (own if term.cache_file else run_dir / "judge_cache.sqlite").resolve()
-            path = path.with_name(f"{path.stem}{whose}{path.suffix}")
+        self._counting = threading.Lock()
+
+    def __enter__(self) -> JudgePanel:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> JudgePanel:
+        """Open the caches, and begin to take requests. Raises RewardError where a cache cannot be opened."""
+        for number, term in self._terms.items():
+            own = Path(self._setting.base, Path(term.cache_file).expanduser())
+            path = (own if term.cache_file else self._run_dir / "judge_cache.sqlite").resolve()
+            path = path.with_name(f"{path.stem}{self._whose}{path.suffix}")
             cache = JudgeCache(path) if term.cache else None
-            self._judges[number] = JudgeGrader(term, number, setting.answer_column, cache)
+            self._judges[number] = JudgeGrader(term, number, self._setting.answer_column, cache)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
-        self._counting = threading.Lock()
+        return self
 
     def start(self, requests: Sequence[GradeRequest]) -> JudgedSamples:
         """Send samples out; return their grades to come, by the number of each judge."""
@@ -112,11 +126,13 @@ class JudgePanel:
         return {f"judge_{name}": sum(counts[name] for counts in taken) for name in (*_COUNTS, "cost")}
 
     def close(self) -> None:
-        """Break off what is under way."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+        """Break off what is under way; a connection that does not close in time ends with the process."""
+        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        wait([ending], _CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
-        self._loop.close()
+        if not self._thread.is_alive():
+            self._loop.close()
         for judge in self._judges.values():
             if judge.cache is not None:
                 judge.cache.close()

@@ -84,7 +84,7 @@ class Reward:
             ).start()
         judges = {number: term for number, term in terms.items() if isinstance(term, Judge)}
         if judges:
-            self._judges = JudgePanel(judges, setting, Path(config.run_dir), whose)
+            self._judges = JudgePanel(judges, setting, Path(config.run_dir), whose).open()
         trusted, today = config.trust_remote_code, config.today
         self._codec = load_codec(config.model_path, trust_remote_code=trusted, today=today)  # they start meanwhile
         if config.score_text is not None:

@@ -3,6 +3,7 @@ kept on disk is whole."""
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
 import time
@@ -21,7 +22,7 @@ from specs.schema.rewards import Judge
 from workers.grading import judge as judge_module
 from workers.grading.judge import DOWN_AFTER, JudgePanel
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
-from workers.grading.judge_client import retry_after_s
+from workers.grading.judge_client import JudgeClient, retry_after_s
 from workers.grading.pool import Grade
 from workers.grading.terms import GradeRequest, Setting
 
@@ -48,12 +49,13 @@ def judge_table(url: str, **keys: Any) -> Judge:
 
 def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys: Any) -> tuple[list[Grade], Any]:
     """Grades of the completions, and the metrics."""
-    panel = JudgePanel({3: judge_table(url, **keys)}, Setting("answer", 8, str(folder)), folder)
-    try:
+    with panel_of(folder, url, **keys) as panel:
         judged = panel.start([GradeRequest(0, "2 + 2 =", ROW, text, 1) for text in completions])
         return panel.collect(judged)[3], panel.take_counts()
-    finally:
-        panel.close()
+
+
+def panel_of(folder: Path, url: str, **keys: Any) -> JudgePanel:
+    return JudgePanel({3: judge_table(url, **keys)}, Setting("answer", 8, str(folder)), folder)
 
 
 # ── what goes out, what comes back ────────────────────────────────────────────────────────────────
@@ -216,6 +218,18 @@ def test_retry_after_is_seconds_or_a_date() -> None:
         assert retry_after_s(odd) >= 0.0
 
 
+def test_a_connection_that_does_not_close_costs_no_run(
+    tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(client: JudgeClient) -> None:
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(judge_module, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(JudgeClient, "aclose", never)
+    assert graded(tmp_path, server.base_url)[0] == [Grade((1.0,))]
+    assert "judges" not in {thread.name for thread in threading.enumerate()}
+
+
 # ── a judge that is down ──────────────────────────────────────────────────────────────────────────
 
 
@@ -279,6 +293,15 @@ def test_many_are_asked_at_once(tmp_path: Path, server: JudgeServer) -> None:
     grades, _ = graded(tmp_path, server.base_url, tuple("abcdefghijkl"), concurrency=4)
     assert all(grade.values for grade in grades)
     assert most == 4
+
+
+def test_a_panel_begins_when_it_is_opened(tmp_path: Path) -> None:
+    panel = panel_of(tmp_path, "http://127.0.0.1:1")
+    assert "judges" not in {thread.name for thread in threading.enumerate()}
+    assert not [*tmp_path.iterdir()]
+    with panel:
+        assert "judges" in {thread.name for thread in threading.enumerate()}
+    assert "judges" not in {thread.name for thread in threading.enumerate()}
 
 
 # ── the cache ─────────────────────────────────────────────────────────────────────────────────────
