@@ -23,7 +23,7 @@ from specs.schema.environment import EnvironmentSection
 from workers.environments.environment_process import EnvironmentLost as EnvironmentLost
 from workers.environments.environment_process import EnvironmentProcess, ZygoteHandle
 from workers.environments.harness import remove_folder
-from workers.grading.grader_process import KILL_WAIT_S, LOG_BYTES, encode, trim_log
+from workers.grading.grader_process import KILL_WAIT_S, encode
 from workers.grading.reward_sources import read_sources
 from workers.watchdog import kill_marked
 
@@ -153,7 +153,6 @@ class EnvironmentPool:
         else:
             process.kill()
         self._slots.release()
-        trim_log(self.log_path, LOG_BYTES)
 
 
 class Environment:

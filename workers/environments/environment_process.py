@@ -17,7 +17,8 @@ from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from specs.errors import RewardError
-from workers.grading.grader_process import KILL_WAIT_S, encode, how_it_ended, isolated_variables
+from workers.grading.grader_process import KILL_WAIT_S, OUTPUT_WAIT_S, encode, how_it_ended, isolated_variables
+from workers.grading.output_log import log_output
 from workers.watchdog import signal_group, signal_process
 
 LINE_BYTES = 16 << 20  # max size of a message
@@ -39,7 +40,8 @@ class ZygoteHandle:
     def __init__(self, hello: bytes, log_path: Path, env: Mapping[str, str]) -> None:
         self._loop = asyncio.get_running_loop()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, TemporaryFile() as stdin, open(log_path, "ab") as log:
+        output, self._output = log_output(log_path)
+        with theirs, TemporaryFile() as stdin, open(output, "wb") as log:
             stdin.write(hello)
             stdin.seek(0)
             arguments = (str(os.getpid()), str(theirs.fileno()))  # of `zygote.py`
@@ -118,6 +120,7 @@ class ZygoteHandle:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._output.join(OUTPUT_WAIT_S)
 
 
 class EnvironmentProcess:

@@ -50,7 +50,7 @@ class HarnessRun:
     values: Mapping[str, Any]
     exit_code: int = 0
     output: bytearray = field(default_factory=bytearray)
-    _logged: int = 0
+    _printed: int = 0
     _process: asyncio.subprocess.Process | None = None
     _stopped: bool = False
 
@@ -91,6 +91,8 @@ class HarnessRun:
         finally:
             self.stop()
             self._read(reads)
+            if (more := self._printed - LOGGED_BYTES) > 0:
+                os.write(1, b"\n(%d bytes that it printed after this are left out)\n" % more)
             loop.remove_reader(reads)
             os.close(reads)
             os.close(writes)
@@ -107,7 +109,8 @@ class HarnessRun:
             while chunk := os.read(pipe, 1 << 16):
                 self.output += chunk
                 del self.output[:-OUTPUT_BYTES]
-                self._logged += os.write(1, chunk[: LOGGED_BYTES - self._logged])
+                os.write(1, chunk[: max(LOGGED_BYTES - self._printed, 0)])
+                self._printed += len(chunk)
 
     def _fill(self) -> None:
         """Make the working directory. Raises Lost."""

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from specs.packages import package_path
+from workers.grading.output_log import READ_BYTES, log_output
 from workers.watchdog import kill_marked, signal_group
 
 KILL_WAIT_S = 10.0
 TICK_S = 0.1  # how often a dead process whose pipe is still open is looked for
-READ_BYTES = 1 << 16
-LOG_BYTES = 64 << 20  # size limit of a log of what people's code prints
+OUTPUT_WAIT_S = 1.0  # for the last that a process that ended has printed
 _MARK = "RLCTL_GRADER"
 _KEPT = ("RLCTL_RUN_ID", "RLCTL_PROCESS", "RLCTL_CHECK")  # by which is found what reward code has started
 
@@ -44,7 +44,8 @@ class GraderProcess:
     def __init__(self, log_path: Path, *, python: str, env: Mapping[str, str]) -> None:
         """`env`: variables besides those of this process."""
         self._mark = secrets.token_hex(8)
-        with open(log_path, "ab") as log:
+        output, self._output = log_output(log_path)
+        with open(output, "wb") as log:
             self.process = subprocess.Popen(
                 [python, "-P", "-X", "faulthandler", "-m", "workers.grading.child", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -114,6 +115,7 @@ class GraderProcess:
         with suppress(subprocess.TimeoutExpired):  # stuck in a system call: it dies when that returns
             self.process.wait(KILL_WAIT_S)
         kill_marked(f"{_MARK}={self._mark}", KILL_WAIT_S)
+        self._output.join(OUTPUT_WAIT_S)
 
     def close(self) -> None:
         self.kill()
@@ -126,13 +128,6 @@ class GraderProcess:
 def encode(message: dict[str, Any]) -> bytes:
     """Encode a JSON line. Values that JSON does not know (dates, decimals, bytes in a Parquet row) travel as text."""
     return json.dumps(message, default=str, separators=(",", ":")).encode() + b"\n"
-
-
-def trim_log(path: Path, limit: int) -> None:
-    """Empty a log that is over its limit. The processes append, so they continue at the new end."""
-    with suppress(OSError):  # a person may have removed it
-        if path.stat().st_size > limit:
-            path.write_bytes(b"(what was printed before was over the limit and is gone)\n")
 
 
 def how_it_ended(code: int | None) -> str:

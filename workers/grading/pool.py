@@ -21,7 +21,7 @@ from backends import activity
 from specs.errors import RewardError
 from specs.schema.metric import Metric, metrics
 from specs.schema.rewards import MAX_SCORE
-from workers.grading.grader_process import LOG_BYTES, GraderEnded, GraderProcess, encode, trim_log
+from workers.grading.grader_process import GraderEnded, GraderProcess, encode
 from workers.grading.reward_sources import read_sources
 from workers.grading.terms import GradeRequest, Setting
 
@@ -108,7 +108,6 @@ class GraderPool:
         self._requests, self._grades, self._left = requests, [None] * len(requests), len(requests)
         self._queue = deque(range(len(requests)))
         self._join([self._threads.submit(self._work, worker) for worker in range(self._workers)])
-        trim_log(self.log_path, LOG_BYTES)
         grades = [grade for grade in self._grades if grade is not None]
         assert len(grades) == len(requests), "a sample was lost"
         return grades

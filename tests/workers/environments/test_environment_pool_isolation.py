@@ -19,7 +19,6 @@ from environment_pools import LIMIT_S, make_pool, opened, started, written
 from process_ends import ended
 
 from specs.errors import RewardError
-from workers.environments import environment_pool as pool_module
 from workers.environments.environment_pool import (
     Described,
     Environment,
@@ -27,6 +26,7 @@ from workers.environments.environment_pool import (
     EnvironmentPool,
     EnvironmentReply,
 )
+from workers.grading import output_log
 
 CODE = '''
     import asyncio, ctypes, json, os, signal, subprocess, sys, threading, time
@@ -178,27 +178,26 @@ async def test_a_crash_says_how_the_process_ended(tmp_path: Path) -> None:
 
 
 async def test_errors_of_a_tool_are_for_the_model_and_its_prints_for_the_log(tmp_path: Path) -> None:
-    async with naughty_pool(tmp_path, memory_MiB=128) as pool:
-        async with opened(pool) as environment:
-            for what, text in {
-                "sys_exit": "SystemExit: 5",
-                "fill": "MemoryError:",
-                "recurse": "RecursionError: maximum recursion depth exceeded",
-                "raise_itself": "Odd",
-            }.items():
-                reply = await does(environment, what)
-                assert isinstance(reply.text, str)
-                assert reply.text.startswith(text)
-                assert reply.error
-            assert await does(environment, "print") == EnvironmentReply("", None, done=False)
-            assert "MemoryError" in str((await does(environment, "fill_in_a_child")).text)
-            text = (await does(environment, "long")).text
-            assert len(text) < 1_100_000
-            assert str(text).endswith("(the first 1048576 of 3000000 characters)")
-        log = (tmp_path / "output.log").read_text()
-        assert "another lie" in log
-        assert "SystemExit: 5" in log
-        assert "\x1b" not in log
+    async with naughty_pool(tmp_path, memory_MiB=128) as pool, opened(pool) as environment:
+        for what, text in {
+            "sys_exit": "SystemExit: 5",
+            "fill": "MemoryError:",
+            "recurse": "RecursionError: maximum recursion depth exceeded",
+            "raise_itself": "Odd",
+        }.items():
+            reply = await does(environment, what)
+            assert isinstance(reply.text, str)
+            assert reply.text.startswith(text)
+            assert reply.error
+        assert await does(environment, "print") == EnvironmentReply("", None, done=False)
+        assert "MemoryError" in str((await does(environment, "fill_in_a_child")).text)
+        text = (await does(environment, "long")).text
+        assert len(text) < 1_100_000
+        assert str(text).endswith("(the first 1048576 of 3000000 characters)")
+    log = (tmp_path / "output.log").read_text()
+    assert "another lie" in log
+    assert "SystemExit: 5" in log
+    assert "\x1b" not in log
 
 
 def left_lines(folder: Path) -> list[str]:
@@ -315,12 +314,14 @@ async def test_episodes_that_begin_as_the_process_that_forks_ends_are_lost(tmp_p
 
 
 async def test_the_log_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "LOG_BYTES", 100_000)
+    monkeypatch.setattr(output_log, "LOG_BYTES", 100_000)
     async with naughty_pool(tmp_path) as pool:
         for _ in range(2):
             async with opened(pool) as environment:
                 await does(environment, "print")
+                assert (tmp_path / "output.log").stat().st_size < 100_000
         assert (tmp_path / "output.log").stat().st_size < 100_000
+    assert "bytes that were printed before this are left out" in (tmp_path / "output.log").read_text()
 
 
 def test_everything_ends_with_the_parent(tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def test_a_process_that_is_replaced_runs_the_code_that_the_run_started_with(
 def test_what_rewards_print_goes_to_the_log_as_a_terminal_may_show_it(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool(NAUGHTY, workers=1)
     grades = pool.grade([request(how) for how in ("print", "print-no-text", "raise-no-text", "half")])
+    assert wait_until(lambda: "\\x9b2J\n" in pool.log_path.read_text("utf-8")), "it comes a moment later"
     log = pool.log_path.read_text("utf-8")
     pool.log_path.unlink()
     assert pool.grade([request("3")]) == [Grade((3.0,))], "nobody needs the log"
