@@ -198,14 +198,14 @@ async def _wait(turn: TreeTurn) -> ChatReply:
 
 def _parts(request: web.BaseRequest) -> tuple[str, str]:
     """Return what is asked for, without `/v1/`, and the key."""
-    parts = [unquote(part) for part in request.rel_url.raw_path.split("/")[1:]]
+    parts = [unquote(part) for part in request.rel_url.raw_path.split("/") if part]  # none of OPTIONS *
     header = re.sub("^bearer +", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE)
     key = header or request.headers.get("x-api-key", "")
-    if parts[0] == "s" and len(parts) > 1:
+    if parts[:1] == ["s"] and len(parts) > 1:
         key, parts = parts[1], parts[2:]
     if parts[:1] == ["v1"]:
         parts = parts[1:]
-    return "/".join(part for part in parts if part), key
+    return "/".join(parts), key
 
 
 _SURROGATE = re.compile(rb"\\ud[89a-f]|\xed[\xa0-\xbf]", re.IGNORECASE)  # escaped, or as bytes that are no UTF-8

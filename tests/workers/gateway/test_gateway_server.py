@@ -215,11 +215,21 @@ async def test_keys_and_paths() -> None:
         for path in ("x", "chat", "chat/completions/x", "../s", "models/../../etc"):
             assert (await post(served, ASKED, url=f"{served.openai}/{path}"))[0] == 404, path
         assert content(await post(served, ASKED, url=f"{served.openai}/chat/completions", headers={})) == "one"
+        assert content(await post(served, {**ASKED, "seed": 1}, url=f"{base}//v1/chat/completions")) == "one"
         as_typed = {"Authorization": f"BEARER {served.key}"}  # RFC 9110: schemes in any case
         assert (await post(served, ASKED, "models", headers=as_typed))[0] != 401
         served.gateway.shut(served.episode)
         assert (await post(served, ASKED))[0] == 401
-        assert len(served.sampler.log) == 1
+        assert len(served.sampler.log) == 2
+
+
+@pytest.mark.parametrize("line", ["OPTIONS *", "CONNECT x:1"])
+async def test_a_request_without_a_path(line: str) -> None:
+    async with serving([f"one{END}"]) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+        writer.write(f"{line} HTTP/1.1\r\nHost: x\r\nx-api-key: {served.key}\r\n\r\n".encode())
+        assert b" 404 " in await reader.readline()
+        writer.close()
 
 
 async def test_other_episodes_are_not_seen() -> None:
