@@ -229,8 +229,8 @@ FORMATS = (
     CallFormat(  # gpt-oss
         sign=re.compile(r"<\|start\|>assistant to="),
         begin=re.compile(
-            r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=(?:functions\.)?(?P<name>[^\s<]+)"
-            r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*<\|message\|>"
+            r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=(?:functions\.)?(?P<name>[^\s<]++)"
+            r"(?:<\|channel\|>\w+)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>"
         ),
         end=re.compile(r"\s*\Z"),
         shape='<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"KEY": VALUE}<|call|>',
@@ -238,14 +238,14 @@ FORMATS = (
     CallFormat(  # Gemma 4
         sign=re.compile(r"<\|tool_call>call:"),
         begin=re.compile(r"<\|tool_call>(?:call:(?P<name>[^\s{<]+)(?=\{))?"),
-        end=re.compile(r"\s*<tool_call\|>"),
+        end=re.compile(r"<tool_call\|>"),
         shape=f"<|tool_call>call:NAME{{KEY:{_GEMMA_QUOTE}TEXT{_GEMMA_QUOTE},KEY:VALUE}}<tool_call|>",
         read=_gemma_arguments,
     ),
     CallFormat(  # LFM2.5
         sign=re.compile(r"<\|tool_call_start\|>\["),
         begin=re.compile(r"<\|tool_call_start\|>"),
-        end=re.compile(r"\s*<\|tool_call_end\|>"),
+        end=re.compile(r"<\|tool_call_end\|>"),
         shape="<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>",
         read=_python_calls,
     ),

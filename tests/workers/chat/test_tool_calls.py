@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -232,6 +233,16 @@ def test_a_call_that_cannot_be_read_says_why_and_how_to_write_one(form: CallForm
     assert why in found.error
     assert form.shape in found.error
     assert (found.content, found.calls) == (text, ()), "no call of a turn counts, and nothing is lost"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("run", ["a", " ", "\n", "{"])
+def test_a_model_that_repeats_itself_holds_nobody_up(form: CallFormat, run: str) -> None:
+    """All episodes of a rank wait while a turn is read."""
+    began, shape = time.monotonic(), form.shape.replace("NAME", "f")
+    for cut in range(0, len(shape), 4):
+        form.parse(shape[:cut] + run * 50_000, SCHEMAS)
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("form", FORMATS)
