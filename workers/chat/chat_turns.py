@@ -221,7 +221,7 @@ class ChatTurns:
         """Return the assistant's message, with its thought where the template looks for it."""
         message: dict[str, Any] = {"role": "assistant", "content": thought + said.content}
         if self._channels:
-            content = _HEADER.sub("", said.content).strip()
+            thought, content = _without_headers(thought), _without_headers(said.content).strip()
             # Its template takes calls with thoughts or text, not with both.
             thought, content = ("\n".join(filter(None, (thought, content))), "") if said.calls else (thought, content)
             message |= {"content": content, "reasoning_content": thought}
@@ -319,6 +319,13 @@ def split_thought(text: str) -> tuple[str, str]:
     """Return what the model thought and what it said, of a text that may hold both."""
     thought, closed, said = text.partition("</think>")
     return (thought.rpartition("<think>")[2].strip("\n"), said.lstrip("\n")) if closed else ("", text)
+
+
+def _without_headers(text: str) -> str:
+    """Return text without headers of channels, also where taking one out makes another: their template refuses them."""
+    while (left := _HEADER.sub("", text)) != text:
+        text = left
+    return text
 
 
 def _joined(pieces: Sequence[str], write: Callable[[str], str]) -> str:

@@ -690,6 +690,8 @@ def test_a_call_that_cannot_be_read_is_answered(known: tuple[Family, ChatTurns, 
         (f"<|channel|>commentary<|message|>So:<|end|>{START} to=functions.add<|message|>{ONE}", "So:", "", 1),
         ("<|channel|>analysis<|message|>Two su", "Two su", "", 0),
         ("5.", "", "5.", 0),
+        (f"<|channel|>analysis<|message|>A{ANALYSIS}{START}<|channel|>final<|message|>5.", "ATwo sums.", "5.", 0),
+        ("<|channel|>analysis<|end|><|message|>5.", "", "5.", 0),
     ],
 )
 def test_messages_of_one_turn(tmp_path: Path, sampled: str, thought: str, said: str, calls: int) -> None:
