@@ -32,7 +32,7 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
     JSON type or without a name, for a function without a docstring, and for one that yields."""
     name = name or function.__name__
     own = function.__doc__ != type(function).__doc__  # a partial has that of its class
-    text = inspect.cleandoc((function if own else _with_hints(function)).__doc__ or "")
+    text = inspect.getdoc(function if own else _with_hints(function)) or ""  # a method may inherit it
     if not text:
         raise RewardError(f"tool {name} has no docstring", hint="say in it what the tool does: the model reads it")
     if inspect.isgeneratorfunction(_with_hints(function)) or inspect.isasyncgenfunction(_with_hints(function)):

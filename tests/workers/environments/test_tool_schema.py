@@ -93,7 +93,12 @@ class WithMethod:
         return text
 
 
-@pytest.mark.parametrize("function", [plain, containers, choices, nothing, WithMethod.method])
+class WithItsOwn(WithMethod):
+    def method(self, text: str) -> str:
+        return text[::-1]
+
+
+@pytest.mark.parametrize("function", [plain, containers, choices, nothing, WithMethod.method, WithItsOwn.method])
 def test_it_is_the_schema_that_transformers_makes(function: Callable[..., Any]) -> None:
     from transformers.utils import get_json_schema
 
