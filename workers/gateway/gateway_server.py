@@ -141,6 +141,8 @@ class Gateway:
             return _refusal(wire, error.status, str(error))
         except web.HTTPException as error:
             return _refusal(wire, error.status, error.text or error.reason)
+        except ConnectionResetError:  # the client has left while it was answered: nobody reads this
+            return web.Response()
 
     async def _reply(
         self, request: web.BaseRequest, wire: Wire, episode: Conversations, asked: ChatRequest

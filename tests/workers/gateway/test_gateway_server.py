@@ -198,6 +198,24 @@ async def test_headers_of_a_client_are_kept_but_not_its_key() -> None:
         assert asked["headers"] == {"user-agent": "solver/1", "x-session-id": "7" * 200}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_while_it_is_answered_is_no_error(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its turn waits for the next request."""
+
+    async def closing(*_: Any) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    async with serving([f"one{END}", f"two{END}"]) as served:
+        with monkeypatch.context() as patched:
+            patched.setattr(web.StreamResponse, "write_eof", closing)
+            with pytest.raises(aiohttp.ClientError):
+                await post(served, {**ASKED, "stream": stream})
+        assert not caplog.records
+        assert content(await post(served, ASKED)) == "one"
+
+
 # ── strangers ─────────────────────────────────────────────────────────────────────────────────────
 
 
