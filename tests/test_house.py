@@ -60,17 +60,17 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "processes": (4_581, 3_500, ("rlctl/processes", "workers/*.py")),
     "show": (2_511, 2_000, ("rlctl/show",)),
     "run": (3_309, 2_200, ("rlctl/run",)),
-    "grading": (1_614, 1_400, ("workers/grading",)),
+    "grading": (1_661, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        4_119,
+        4_146,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
     "engines, packing, weights": (16_242, 15_000, ("backends",)),
-    "four packages": (60_147, 50_000, WINGS),
+    "four packages": (60_223, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_570, 38_000, ("tests",)),
+    "tests with their cases": (49_701, 38_000, ("tests",)),
     "docs": (3_736, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
