@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,11 +37,9 @@ _PACE_S = 0.02  # between messages to the driver, each of which costs both sides
 
 
 class EpisodeRunner:
-    """The environments of a rank of the reward role. Use `episodes`, `turns` and `close` from one thread."""
+    """The environments of a rank of the reward role. Use `open`, `episodes`, `turns` and `close` from one thread."""
 
     def __init__(self, config: RewardConfig, codec: TextCodec, rank: int, log_path: Path) -> None:
-        """Start what the environments need. Raises RewardError where one cannot be made, ModelError for a chat template
-        that cannot show its tools."""
         self._config, self.rank = config, rank
         self._renderer = renderer_of(codec)
         self.chat = chats_by_tools(codec, self._renderer)
@@ -55,12 +53,17 @@ class EpisodeRunner:
         self._gateway: Gateway | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+
+    def open(self) -> EpisodeRunner:
+        """Start what the environments need. Raises RewardError where one cannot be made, ModelError for a chat template
+        that cannot show its tools."""
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         except BaseException:
             self.close()
             raise
+        return self
 
     async def _start(self) -> None:
         if any(section.agent for section in self._sections.values()):
@@ -100,8 +103,8 @@ class EpisodeRunner:
                 future.set_result(turn)
 
     def close(self) -> None:
-        """Break off what is under way, and end every environment."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+        """Break off what is under way, and end every environment; what does not end in time ends with the process."""
+        wait([asyncio.run_coroutine_threadsafe(self._end(), self._loop)], _CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
         self._renderer.close()

@@ -92,7 +92,8 @@ class Reward:
         if config.environments:
             from workers.episodes.episode_runner import EpisodeRunner
 
-            self._runner = EpisodeRunner(config, self._codec, self.rank.rank, logs / f"environment_output{whose}.log")
+            log_path = logs / f"environment_output{whose}.log"
+            self._runner = EpisodeRunner(config, self._codec, self.rank.rank, log_path).open()
         if self._pool is not None:
             self._pool.wait_ready()
         return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
