@@ -1,10 +1,10 @@
-"""Weights after runs of GRPO and its kin: rlctl's against those of TRL's GRPOTrainer, on the same completions.
+"""Weights after runs of GRPO and its kin: rlctl's against those of TRL's trainers, on the same completions.
 
     .venv/bin/python scripts/replay_in_trl.py                  every case
     .venv/bin/python scripts/replay_in_trl.py gspo kl          some of them
 
-`rlctl train` takes four steps of two updates each, and its reward function writes down what it grades. TRL's trainer
-then gets these completions instead of its own; scores, advantages, log-probs, losses, clipping and AdamW are its own.
+`rlctl train` takes four steps of two updates each (`rloo`: one), and its reward function writes down what it grades.
+TRL then gets these completions instead of its own; scores, advantages, losses, clipping and AdamW are its own.
 What is printed is the distance between both models, as a share of the way that rlctl's has gone. One number of TRL's is
 changed: it divides a group's scores by their deviation plus 1e-4, rlctl by that plus 1e-6.
 """
@@ -40,6 +40,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kl": ({"kl_coef": 0.04}, {"loss_type": "dapo", "beta": 0.04, "use_bias_correction_kl": False}),
     "kl-unbiased": ({"kl_coef": 0.04, "kl_estimator": "k3-unbiased"}, {"loss_type": "dapo", "beta": 0.04}),
     "entropy": ({"entropy_coef": 0.01}, {"loss_type": "dapo", "entropy_coef": 0.01}),
+    # TRL's ratio is a sequence's, rlctl's a token's: the same in a step's first update.
+    "rloo": (
+        {"kind": "rloo", "epochs_per_step": 1, "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
+        {"beta": 0.05},
+    ),
 }
 REWARD = """
 import json
@@ -71,9 +76,10 @@ def run_rlctl(folder: Path, algorithm: dict[str, Any]) -> list[list[tuple[str, s
 
     seen = folder / "seen.jsonl"
     seen.unlink(missing_ok=True)
-    keys = "\n".join(f"{key} = {toml(value)}" for key, value in algorithm.items() if key != "kind")
+    own = {"epochs_per_step": EPOCHS, **algorithm}
+    keys = "\n".join(f"{key} = {toml(value)}" for key, value in own.items() if key != "kind")
     actor = "threads = 1\noptimizer = { lr = 1e-3, weight_decay = 0.1, max_grad_norm = 0.5 }"
-    more = {"algorithm": f"epochs_per_step = {EPOCHS}\n{keys}", "actor": actor, "rollout": "threads = 1"}
+    more = {"algorithm": keys, "actor": actor, "rollout": "threads = 1"}
     text = spec_text(folder, STEPS, (PROMPTS, GROUP), (12, LIMIT), more)
     (folder / "spec.toml").write_text(text.replace('kind = "grpo"', f'kind = "{algorithm.get("kind", "grpo")}"'))
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
@@ -87,10 +93,11 @@ def run_rlctl(folder: Path, algorithm: dict[str, Any]) -> list[list[tuple[str, s
     return [sorted(graded[step * size : (step + 1) * size]) for step in range(STEPS)]
 
 
-def run_trl(folder: Path, samples: list[list[tuple[str, str]]], options: dict[str, Any]) -> None:
-    order = {"folder": str(folder), "samples": samples, "limit": LIMIT, "group": GROUP, "epochs": EPOCHS}
-    (folder / "order.json").write_text(json.dumps({**order, "options": options}))
-    environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"}
+def run_trl(folder: Path, samples: list[list[tuple[str, str]]], algorithm: Any, options: dict[str, Any]) -> None:
+    order = {"folder": str(folder), "samples": samples, "limit": LIMIT, "group": GROUP, "options": options}
+    order["trainer"] = "RLOO" if algorithm.get("kind") == "rloo" else "GRPO"
+    (folder / "order.json").write_text(json.dumps({**order, "epochs": algorithm.get("epochs_per_step", EPOCHS)}))
+    environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     call([TRL_PYTHON, ROOT / "scripts" / "trl_replay_side.py", folder / "order.json"], environment)
 
 
@@ -112,7 +119,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="rlctl-bench-") as text:
             folder = Path(text)
             lay_out(folder)
-            run_trl(folder, run_rlctl(folder, algorithm), options)
+            run_trl(folder, run_rlctl(folder, algorithm), algorithm, options)
             print(f"{name:12} {distance(folder):.1e}", flush=True)
 
 

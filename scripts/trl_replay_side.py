@@ -1,4 +1,4 @@
-"""The other side of `replay_in_trl.py`: TRL's GRPOTrainer on completions of others. Runs in its own environment.
+"""The other side of `replay_in_trl.py`: TRL's trainers on completions of others. Runs in its own environment.
 
 python scripts/trl_replay_side.py ORDER.json
 """
@@ -15,11 +15,13 @@ OURS, THEIRS = 1e-6, 1e-4  # what is added to the deviation by which a group's s
 
 def main(order: dict[str, Any]) -> None:
     """Train on the samples of each step in turn, and write the model."""
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer
 
+    is_rloo = order["trainer"] == "RLOO"
+    base, configs = (getattr(trl, order["trainer"] + what) for what in ("Trainer", "Config"))
     folder = Path(order["folder"])
     sys.path.insert(0, str(folder))
     from reward import score  # type: ignore[import-not-found]
@@ -29,25 +31,22 @@ def main(order: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     steps = iter(order["samples"])
 
-    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
-        samples = next(steps)
-        ended = [[tokenizer.eos_token_id] if len(text) < order["limit"] else [] for _, text in samples]
-        completions = [tokenizer(text).input_ids + end for (_, text), end in zip(samples, ended, strict=True)]
-        return {
-            "prompt_ids": [tokenizer(prompt).input_ids for prompt, _ in samples],
-            "completion_ids": completions,
-            "logprobs": [[0.0] * len(tokens) for tokens in completions],  # only read with vLLM
-        }
+    class Replayed(base):  # type: ignore[misc, valid-type]
+        def _generate_single_turn(self, *_: Any, **__: Any) -> Any:
+            texts = [text for _, text in next(steps)]
+            ended = [[tokenizer.eos_token_id] if len(text) < order["limit"] else [] for text in texts]
+            completions = [tokenizer(text).input_ids + end for text, end in zip(texts, ended, strict=True)]
+            return completions if is_rloo else (completions, None)
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [score("", completion) for completion in completions]
 
-    size = len(order["samples"][0])
-    config = GRPOConfig(
+    prompts = [prompt for samples in order["samples"] for prompt in dict.fromkeys(prompt for prompt, _ in samples)]
+    config = configs(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=size,
+        per_device_train_batch_size=len(order["samples"][0]),
         num_generations=order["group"],
         num_iterations=order["epochs"],
         max_steps=len(order["samples"]) * order["epochs"],
@@ -64,13 +63,12 @@ def main(order: dict[str, Any]) -> None:
         dataloader_pin_memory=False,
         **order["options"],
     )
-    trainer = GRPOTrainer(
+    trainer = Replayed(
         model=AutoModelForCausalLM.from_pretrained(folder / "model"),
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": str(number)} for number in range(size)]),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=tokenizer,
-        rollout_func=rollout,
     )
     trainer.train()
     trainer.model.save_pretrained(folder / "theirs")
