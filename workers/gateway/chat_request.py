@@ -135,10 +135,12 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Mapping[str, 
     """Return a tool as chat templates take it. Raises RefusedRequest."""
     if depth_of(parameters) > _SCHEMA_DEPTH:
         raise RefusedRequest("a tool's parameters are nested too deeply")
+    schema = table_of(parameters or {"type": "object", "properties": {}}, "a tool's parameters")
+    table_of(schema.get("properties") or {}, "what a tool's parameters have as properties")
     function = {
         "name": name_of(name, "a tool's name"),
         "description": name_of(description or "", "a tool's description"),
-        "parameters": table_of(parameters or {"type": "object", "properties": {}}, "a tool's parameters"),
+        "parameters": schema,
     }
     return {"type": "function", "function": function}
 

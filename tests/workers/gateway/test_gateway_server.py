@@ -259,6 +259,7 @@ async def test_other_episodes_are_not_seen() -> None:
         assert [content(reply) for reply in replies] == ["mine", "yours"]
 
 
+LISTED = {"name": "f", "parameters": {"type": "object", "properties": [{"name": "a"}]}}
 DEEP: dict[str, Any] = json.loads('{"a":' * 900 + "1" + "}" * 900)
 BODIES: dict[str, Any] = {
     "no JSON": b"{",
@@ -282,6 +283,7 @@ BODIES: dict[str, Any] = {
         ]
     },
     "functions": {**ASKED, "functions": [{"name": "f", "parameters": {}}]},
+    "listed properties": {**ASKED, "tools": [{"type": "function", "function": LISTED}]},
     "deep tools": {**ASKED, "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
 }
 
