@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from workers.environments.environment_pool import Described, EnvironmentPool
 from workers.episodes.agent_episode import AgentEpisode
 from workers.episodes.episode import Episode, usual_replies
 from workers.episodes.trajectory import Sample, SampledTurn, Task, Trajectory, columns_of, each
+from workers.grading.loop_thread import LoopThread
 from workers.serve import Emit, Reply, Request
 
 if TYPE_CHECKING:
@@ -51,15 +51,14 @@ class EpisodeRunner:
         self._described: dict[str, Described] = {}
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}  # for the sampler, by sample
         self._gateway: Gateway | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread = LoopThread("episodes")
 
     def open(self) -> EpisodeRunner:
         """Start what the environments need. Raises RewardError where one cannot be made, ModelError for a chat template
         that cannot show its tools."""
         self._thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+            self._thread.run(self._start()).result()
         except BaseException:
             self.close()
             raise
@@ -79,7 +78,7 @@ class EpisodeRunner:
 
     def episodes(self, call: Request[bodies.Episodes], emit: Emit) -> Future[Reply]:
         """Begin episodes. Parts ask for turns, name episodes that have ended, or bring the samples of whole groups."""
-        return asyncio.run_coroutine_threadsafe(_Batch(self, emit).run(self._tasks(call)), self._loop)
+        return self._thread.run(_Batch(self, emit).run(self._tasks(call)))
 
     def turns(self, call: Request[bodies.Nothing]) -> None:
         """Hand on what the sampler wrote."""
@@ -94,7 +93,7 @@ class EpisodeRunner:
             id_: SampledTurn(tokens[at], logprobs[at], versions[at], bool(finished))
             for id_, finished, at in zip(batch["id_B"].tolist(), batch["finished_B"], stretches, strict=True)
         }
-        self._loop.call_soon_threadsafe(self._hand_on, turns)
+        self._thread.loop.call_soon_threadsafe(self._hand_on, turns)
 
     def _hand_on(self, turns: Mapping[int, SampledTurn]) -> None:
         for id_, turn in turns.items():
@@ -104,16 +103,10 @@ class EpisodeRunner:
 
     def close(self) -> None:
         """Break off what is under way, and end every environment; what does not end in time ends with the process."""
-        wait([asyncio.run_coroutine_threadsafe(self._end(), self._loop)], _CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
+        self._thread.close(self._end, _CLOSE_S)
         self._renderer.close()
 
     async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         for pool in self._pools.values():
             await pool.close()
         if self._gateway is not None:
@@ -150,7 +143,7 @@ class EpisodeRunner:
 
     def wait_for(self, id_: int) -> asyncio.Future[SampledTurn]:
         """Return the turn to come of a sample."""
-        future = self._waiting[id_] = self._loop.create_future()
+        future = self._waiting[id_] = self._thread.loop.create_future()
         return future
 
 

@@ -23,6 +23,7 @@ from specs.wire.heartbeat import amount
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_client import JudgeClient, JudgeError
 from workers.grading.judge_score import read_reply, read_score, request_body
+from workers.grading.loop_thread import LoopThread
 from workers.grading.pool import Grade
 from workers.grading.terms import GradeRequest, Setting
 
@@ -69,13 +70,11 @@ class JudgePanel:
     """All judges, as one host asks them. Use as a context manager, or `open` and `close` it. `start` belongs to one
     thread."""
 
-    _loop: asyncio.AbstractEventLoop
-    _thread: threading.Thread
-
     def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path, whose: str = "") -> None:
         """`terms`: by their number in `reward.terms`; `whose`: ends the names of files that this host alone writes."""
         self._terms, self._setting, self._run_dir, self._whose = terms, setting, run_dir, whose
         self._judges: dict[int, JudgeGrader] = {}
+        self._requests = LoopThread("judges")
         self._counting = threading.Lock()
 
     def __enter__(self) -> JudgePanel:
@@ -92,16 +91,13 @@ class JudgePanel:
             path = path.with_name(f"{path.stem}{self._whose}{path.suffix}")
             cache = JudgeCache(path) if term.cache else None
             self._judges[number] = JudgeGrader(term, number, self._setting.answer_column, cache)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
-        self._thread.start()
+        self._requests.start()
         return self
 
     def start(self, requests: Sequence[GradeRequest]) -> JudgedSamples:
         """Send samples out; return their grades to come, by the number of each judge."""
-        return {
-            number: [judge.start(request, self._loop) for request in requests] for number, judge in self._judges.items()
-        }
+        thread = self._requests
+        return {number: [judge.start(one, thread) for one in requests] for number, judge in self._judges.items()}
 
     def collect(self, judged: JudgedSamples) -> dict[int, list[Grade]]:
         """Wait for grades; return them by the number of each judge. A request that ended counts as progress, also one
@@ -127,21 +123,12 @@ class JudgePanel:
 
     def close(self) -> None:
         """Break off what is under way; a connection that does not close in time ends with the process."""
-        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        wait([ending], _CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._requests.close(self._end, _CLOSE_S)
         for judge in self._judges.values():
             if judge.cache is not None:
                 judge.cache.close()
 
     async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         for judge in self._judges.values():
             await judge.client.aclose()
 
@@ -173,7 +160,7 @@ class JudgeGrader:
             reraise=True,
         )
 
-    def start(self, request: GradeRequest, loop: asyncio.AbstractEventLoop) -> Future[Grade]:
+    def start(self, request: GradeRequest, thread: LoopThread) -> Future[Grade]:
         """Return the grade to come. A request that is under way, or has been answered, is not made again."""
         try:
             content = request_body(self._table, request, self.answer_column)
@@ -185,7 +172,7 @@ class JudgeGrader:
         if under_way := self._under_way.get(key):
             self.counts["cached"] += 1
             return under_way
-        future = asyncio.run_coroutine_threadsafe(self._grade(content, key), loop)
+        future = thread.run(self._grade(content, key))
         if key:
             self._under_way[key] = future
             future.add_done_callback(lambda _: self._under_way.pop(key, None))
