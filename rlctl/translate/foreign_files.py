@@ -210,7 +210,8 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
 
 
 def _overrides(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the words `key=value` with dots in the key. A variable has the first value that the script gives it."""
+    """Yield the words `key=value` with dots in the key. A variable has the first value that the script gives it, unless
+    that is empty."""
     known: dict[str, str] = {"HOME": "~", "PWD": "."}
 
     def variable(found: re.Match[str]) -> str:
@@ -223,23 +224,12 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
         value = _value(ast.parse(found[1].strip().replace("/", "//"), mode="eval").body, numbers)
         return found[0] if isinstance(value, Code) else str(value)
 
-    cases: list[tuple[str, bool | None]] = []  # of those around a line the word, and whether this branch is taken
+    cases: list[tuple[str, bool | None]] = []
     for line in text.replace("\\\n", " ").splitlines():
         for _ in range(_DEPTH):
             line = _VARIABLE.sub(variable, line)
-        if case := _CASE.fullmatch(line):
-            cases.append((case[1], None))
-        elif cases and re.match(r"\s*esac\b", line):
-            cases.pop()
-        elif cases and (branch := _BRANCH.fullmatch(line)):
-            word, taken = cases[-1]
-            fits = "$" in word or any(fnmatch(word, one) for one in re.findall(r"[^\s|\"']+", branch[1]))
-            cases[-1] = word, (fits or None) if taken is None else False  # None: none yet
-            line = branch[2]
-        if not all(taken for _, taken in cases):
-            continue
         try:
-            words = shlex.split(re.sub(r"\$\(\((.*?)\)\)(?!\))", computed, line), comments=True)
+            words = shlex.split(re.sub(r"\$\(\((.*?)\)\)(?!\))", computed, _executed(line, cases)), comments=True)
         except (ValueError, SyntaxError):  # such as a quote that another line closes
             continue
         for word in (word.rstrip(";") for word in words):
@@ -252,3 +242,18 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
                     yield found[1], Code(found[2])
             elif assigned := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
                 known[assigned[1]] = known.get(assigned[1]) or assigned[2]
+
+
+def _executed(line: str, cases: list[tuple[str, bool | None]]) -> str:
+    """Return what is executed of a line, nothing in a branch of `case` that is not taken. `cases`: of those around it,
+    which it changes, the word, and whether this branch is taken (None: none so far)."""
+    if case := _CASE.fullmatch(line):
+        cases.append((case[1], None))
+    elif cases and re.match(r"\s*esac\b", line):
+        cases.pop()
+    elif cases and (branch := _BRANCH.fullmatch(line)):
+        word, taken = cases[-1]
+        fits = "$" in word or any(fnmatch(word, one) for one in re.findall(r"[^\s|\"']+", branch[1]))
+        cases[-1] = word, (fits or None) if taken is None else False
+        line = branch[2]
+    return line if all(taken for _, taken in cases) else ""
