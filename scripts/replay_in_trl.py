@@ -18,10 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_rows_vs_trl import LETTERS, toml
+from bench_rows_vs_trl import LETTERS
 from bench_vs_trl import ENVIRONMENT, ROOT, TRL_PYTHON, call, ensure_trl
 
 STEPS, EPOCHS, PROMPTS, GROUP, LIMIT = 4, 2, 8, 4, 96
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
 PRINTABLE = 95  # the end token and those of ASCII: of these a text has its tokens back
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token-mean": ({}, {"loss_type": "dapo"}),
@@ -74,19 +75,16 @@ def run_rlctl(folder: Path, algorithm: dict[str, Any]) -> list[list[tuple[str, s
     """Train and export; return prompt and completion of each sample, by step, a group's together."""
     from _bench import spec_text
 
-    seen = folder / "seen.jsonl"
-    seen.unlink(missing_ok=True)
-    own = {"epochs_per_step": EPOCHS, **algorithm}
-    keys = "\n".join(f"{key} = {toml(value)}" for key, value in own.items() if key != "kind")
-    actor = "threads = 1\noptimizer = { lr = 1e-3, weight_decay = 0.1, max_grad_norm = 0.5 }"
-    more = {"algorithm": keys, "actor": actor, "rollout": "threads = 1"}
-    text = spec_text(folder, STEPS, (PROMPTS, GROUP), (12, LIMIT), more)
-    (folder / "spec.toml").write_text(text.replace('kind = "grpo"', f'kind = "{algorithm.get("kind", "grpo")}"'))
-    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    call([sys.executable, "-m", "rlctl", "train", folder / "spec.toml", "--run-dir", run], ENVIRONMENT)
+    spec, run = folder / "spec.toml", folder / "run"
+    alone = dict.fromkeys(("actor", "rollout"), "threads = 1")
+    spec.write_text(spec_text(folder, STEPS, (PROMPTS, GROUP), (12, LIMIT), alone))
+    keys = {f"algorithm.{key}": value for key, value in {"epochs_per_step": EPOCHS, **algorithm}.items()}
+    keys |= {f"actor.optimizer.{key}": value for key, value in OPTIMIZER.items()}
+    changes = [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    call([sys.executable, "-m", "rlctl", "train", spec, "--run-dir", run, *changes], ENVIRONMENT)
     exported = [run, folder / "ours", "--dtype", "fp32"]
     call([sys.executable, "-m", "rlctl", "export-checkpoint", *exported], ENVIRONMENT)
-    found = [tuple(json.loads(line)) for line in seen.read_text().splitlines()]
+    found = [tuple(json.loads(line)) for line in (folder / "seen.jsonl").read_text().splitlines()]
     graded = [(prompt, completion) for prompt, completion in found if completion != "\n"]
     size = PROMPTS * GROUP
     assert len(graded) == STEPS * size, f"{len(graded)} completions were graded"
@@ -94,7 +92,9 @@ def run_rlctl(folder: Path, algorithm: dict[str, Any]) -> list[list[tuple[str, s
 
 
 def run_trl(folder: Path, samples: list[list[tuple[str, str]]], algorithm: Any, options: dict[str, Any]) -> None:
-    order = {"folder": str(folder), "samples": samples, "limit": LIMIT, "group": GROUP, "options": options}
+    optimizer = {{"lr": "learning_rate"}.get(key, key): value for key, value in OPTIMIZER.items()}
+    order = {"folder": str(folder), "samples": samples, "limit": LIMIT, "group": GROUP}
+    order["options"] = {**optimizer, **options}
     order["trainer"] = "RLOO" if algorithm.get("kind") == "rloo" else "GRPO"
     (folder / "order.json").write_text(json.dumps({**order, "epochs": algorithm.get("epochs_per_step", EPOCHS)}))
     environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

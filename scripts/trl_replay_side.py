@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _trl import QUIET_ON_CPU
+
 OURS, THEIRS = 1e-6, 1e-4  # what is added to the deviation by which a group's scores are divided
 
 
@@ -44,23 +46,14 @@ def main(order: dict[str, Any]) -> None:
     prompts = [prompt for samples in order["samples"] for prompt in dict.fromkeys(prompt for prompt, _ in samples)]
     config = configs(
         output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
         per_device_train_batch_size=len(order["samples"][0]),
         num_generations=order["group"],
         num_iterations=order["epochs"],
         max_steps=len(order["samples"]) * order["epochs"],
         max_completion_length=order["limit"],
-        learning_rate=1e-3,
         lr_scheduler_type="constant",
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-        gradient_checkpointing=False,
         shuffle_dataset=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **QUIET_ON_CPU,
         **order["options"],
     )
     trainer = Replayed(

@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from _trl import QUIET_ON_CPU
+
 TRAINERS = {
     "sft": ("trl", "SFT"),
     "dpo": ("trl", "DPO"),
@@ -55,8 +57,6 @@ def main(work: dict[str, Any]) -> dict[str, list[float]]:
 
     config = configs(
         output_dir=work["out"],
-        use_cpu=True,
-        bf16=False,
         per_device_train_batch_size=work["batch"],
         max_steps=work["steps"],
         learning_rate=work["lr"],
@@ -64,12 +64,8 @@ def main(work: dict[str, Any]) -> dict[str, list[float]]:
         warmup_steps=0,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        gradient_checkpointing=False,
         max_length=work["max_tokens"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **QUIET_ON_CPU,
         **work["options"],
     )
     tokenizer = AutoTokenizer.from_pretrained(work["model"])

@@ -10,6 +10,8 @@ import sys
 import time
 from typing import Any
 
+from _trl import QUIET_ON_CPU
+
 
 def main(work: dict[str, Any]) -> dict[str, list[float]]:
     """Seconds of each step, of its generation, and the mean length of its answers."""
@@ -46,8 +48,6 @@ def main(work: dict[str, Any]) -> dict[str, list[float]]:
 
     config = GRPOConfig(
         output_dir=work["out"],
-        use_cpu=True,
-        bf16=False,
         per_device_train_batch_size=len(work["prompts"]) * work["group"],
         num_generations=work["group"],
         max_completion_length=work["limit"],
@@ -57,13 +57,9 @@ def main(work: dict[str, Any]) -> dict[str, list[float]]:
         temperature=1.0,
         top_p=1.0,
         top_k=0,
-        gradient_checkpointing=False,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
         seed=work["seed"],
+        **QUIET_ON_CPU,
     )
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
     trainer = Timed(
