@@ -22,6 +22,7 @@ from backends.hf.hf_model import (
     import_code,
     read_config,
 )
+from backends.hf.matmul import use_fast_linears
 from backends.hf.model_shape import end_tokens, weight_spec
 from backends.memory import hand_back
 from backends.packed.layout import PackedLayout
@@ -271,6 +272,7 @@ def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedM
     """A model that takes no gradients, by `make`. Raises ModelError for an attention that this engine cannot run."""
     decision = choose(config.model, read_config(config.model), decodes=True)
     model = make(config.model.model_copy(update={"attn_implementation": decision.implementation}))
+    use_fast_linears(model)
     return model.requires_grad_(False)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from backends.hf.matmul import fast_matmuls, linear
 from backends.packed.packed_attention import Layout, Reach, Scoring
 from backends.torch_rollout.decode_check import compare_forwards
 from backends.torch_rollout.runner import ROPE_BY_LENGTH, Forward, GenericForward
@@ -133,13 +134,13 @@ class FusedForward(Forward):
         if keep is not None:
             x = x.index_select(0, keep)
         head = self.model.lm_head
-        return F.linear(self._norm(x, base.norm), head.weight, head.bias)
+        return linear(self._norm(x, base.norm), head.weight, head.bias)
 
     def _layer(self, number: int, x: Tensor, cos: Tensor, signed_sin: Tensor, layout: Layout) -> Tensor:
         block, qkv = self.layers[number], self.qkv[number]
         attention = block.self_attn
         dim = attention.head_dim
-        heads = F.linear(self._norm(x, block.input_layernorm), qkv.weight, qkv.bias).unflatten(-1, (-1, dim))
+        heads = linear(self._norm(x, block.input_layernorm), qkv.weight, qkv.bias).unflatten(-1, (-1, dim))
         kv_heads = attention.k_proj.weight.shape[0] // dim
         query_heads = heads.shape[1] - 2 * kv_heads
         if hasattr(attention, "q_norm"):
@@ -153,7 +154,7 @@ class FusedForward(Forward):
         value = heads[:, query_heads + kv_heads :].transpose(0, 1)[None]
         out = layout.attend(attention, query, key, value, Scoring(attention.scaling, self.reaches[number]))
         x = _add_linear(x, out[0].flatten(1), attention.o_proj)
-        gate, up = F.linear(
+        gate, up = linear(
             self._norm(x, block.post_attention_layernorm), self.gate_up[number].weight, self.gate_up[number].bias
         ).chunk(2, -1)
         return _add_linear(x, F.silu(gate, inplace=True).mul_(up), block.mlp.down_proj)
@@ -168,8 +169,9 @@ class FusedForward(Forward):
         return (x * scale).mul_(weight)
 
 
-def _add_linear(x: Tensor, update: Tensor, linear: nn.Linear) -> Tensor:
-    """x + linear(update) in one call."""
-    if linear.bias is not None:
-        return x + F.linear(update, linear.weight, linear.bias)
-    return torch.addmm(x, update, linear.weight.t())
+def _add_linear(x: Tensor, update: Tensor, layer: nn.Linear) -> Tensor:
+    """x + layer(update) in one call."""
+    if layer.bias is not None:
+        return x + linear(update, layer.weight, layer.bias)
+    with fast_matmuls(update, layer.weight):
+        return torch.addmm(x, update, layer.weight.t())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from backends.hf.matmul import fast_matmuls
 from backends.memory import hand_back
 from backends.token_metrics import TokenColumns
 from backends.train.losses import policy_loss
@@ -138,11 +139,12 @@ class Head:
         bias: Tensor | None = self.linear.bias
         if task is None:  # also the model's own forward pass
             return F.linear(hidden_NE, weight, bias)
-        if isinstance(task, LearningTask):
-            if not torch.is_grad_enabled():  # else the function believes that they need gradients
-                weight, bias = weight.detach(), None if bias is None else bias.detach()
-            return _HeadLoss.apply(hidden_NE, weight, bias, self, task)
-        return self.logprobs(hidden_NE, weight, bias, task)
+        with fast_matmuls(hidden_NE[: self.chunk], weight):
+            if isinstance(task, LearningTask):
+                if not torch.is_grad_enabled():  # else the function believes that they need gradients
+                    weight, bias = weight.detach(), None if bias is None else bias.detach()
+                return _HeadLoss.apply(hidden_NE, weight, bias, self, task)
+            return self.logprobs(hidden_NE, weight, bias, task)
 
     def logprobs(
         self, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, task: LogprobTask | LearningTask

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from backends.hf.matmul import use_fast_linears
 from backends.hf.recompute import recompute_activations
 from backends.hf.score_layer import backbone, has_score_layer
 from backends.packed.packed_input import PackedInput
@@ -46,6 +47,7 @@ class Policy(nn.Module):
             self.head = Head(model, table.logits_chunk(model.config.get_text_config().vocab_size, on_gpu=on_gpu))
         asked = table.kernels if isinstance(table, OwnModules) else "torch"
         self.kernels = hold_kernels(model, asked, config.model.device)
+        use_fast_linears(model)
 
     def forward(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """The task at rows `rows_N` of a packed row: `LossResult`, log-probs or values [N]; without a task the logits
