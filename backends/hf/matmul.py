@@ -4,6 +4,11 @@ torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processor
 oneDNN, which torch brings along, takes half the time. torch chooses oneDNN where a lower precision is *allowed*. A
 processor without matrix instructions (AMX) has no such precision, and computes in fp32 all the same, which is proven
 before it is relied on.
+
+oneDNN compiles for every shape that it meets, in a quarter of a millisecond and more. Rows of tokens have ever new
+lengths: oneDNN gets a round number of them, and MKL the rest.
+
+T: tokens, K, N: width of the input and of the output.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MKLDNN: Any = torch.backends.mkldnn  # oneDNN by its old name
-LEAST = 2**24
-"""Multiplications. oneDNN compiles for each shape it meets, in about half a millisecond; layers share shapes."""
+LEAST, LEAST_ONCE = 2**23, 2**27
+"""Multiplications that pay, of a shape that comes again and of one that may not."""
 
 
 def use_fast_linears(model: nn.Module) -> None:
@@ -37,24 +42,30 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x [..., K] → [..., N], as `F.linear` computes it."""
-    if not _is_large(x, weight_NK):
+    if not _pays(x, weight_NK, LEAST):
         return F.linear(x, weight_NK, bias_N)
     if torch.is_grad_enabled():
         out: Tensor = _Linear.apply(x, weight_NK, bias_N)
         return out
-    with _by_onednn():
-        return F.linear(x, weight_NK, bias_N)
+    return _multiply(x, weight_NK.T, bias_N)
 
 
-def fast_matmuls(x: Tensor, weight_NK: Tensor) -> AbstractContextManager[object]:
+def add_linear(sum_TN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Return sum + x weightᵀ, without gradients."""
+    if _pays(x_TK, weight_NK, LEAST):
+        return _multiply(x_TK, weight_NK.T, sum_TN)
+    return torch.addmm(sum_TN, x_TK, weight_NK.T)
+
+
+def fast_matmuls(x_TK: Tensor, weight_NK: Tensor) -> AbstractContextManager[object]:
     """Choose for the products of a linear layer, forward and backward, while it is open."""
-    return _by_onednn() if _is_large(x, weight_NK) else nullcontext()
+    return _by_onednn() if _pays(x_TK, weight_NK, LEAST_ONCE) else nullcontext()
 
 
-def _is_large(x: Tensor, weight_NK: Tensor) -> bool:
+def _pays(x: Tensor, weight_NK: Tensor, least: int) -> bool:
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight_NK.dtype != torch.float32:
         return False
-    return x.numel() * len(weight_NK) >= LEAST and onednn_is_faster()
+    return x.numel() * len(weight_NK) >= least and onednn_is_faster()
 
 
 @cache
@@ -87,21 +98,54 @@ def _by_onednn() -> Iterator[None]:
         MKLDNN.matmul.fp32_precision = "none"
 
 
+def _round(rows: int) -> int:
+    """Return how many of them oneDNN gets: all but a sixteenth at most. The few shapes that are left come again."""
+    return rows - rows % (1 << max(4, rows.bit_length() - 5))
+
+
+def _multiply(x: Tensor, weight_KN: Tensor, added: Tensor | None) -> Tensor:
+    """x [..., K] → [..., N], and what is added to it, [N] or of its shape."""
+    x_TK = x.flatten(0, -2)
+    out_TN = x.new_empty(len(x_TK), weight_KN.shape[1])
+    added_TN = None if added is None else added.expand_as(out_TN)
+    first = _round(len(x_TK))
+    with _by_onednn():
+        _multiply_rows(slice(first), x_TK, weight_KN, added_TN, out_TN)
+    if first < len(x_TK):
+        _multiply_rows(slice(first, None), x_TK, weight_KN, added_TN, out_TN)
+    return out_TN.view(*x.shape[:-1], -1)
+
+
+def _multiply_rows(rows: slice, x_TK: Tensor, weight_KN: Tensor, added_TN: Tensor | None, out_TN: Tensor) -> None:
+    if added_TN is None:
+        torch.mm(x_TK[rows], weight_KN, out=out_TN[rows])
+    else:
+        torch.addmm(added_TN[rows], x_TK[rows], weight_KN, out=out_TN[rows])
+
+
+def _sum_over_tokens(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
+    """Return gradᵀ x, [N, K]."""
+    first = _round(len(x_TK))
+    with _by_onednn():
+        sum_NK = grad_TN[:first].T @ x_TK[:first]
+    return sum_NK.addmm_(grad_TN[first:].T, x_TK[first:]) if first < len(x_TK) else sum_NK
+
+
 class _Linear(torch.autograd.Function):
     """(x [..., K], weight [N, K], bias [N] or None) → [..., N]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_NK)
-        with _by_onednn():
-            return F.linear(x, weight_NK, bias_N)
+        return _multiply(x, weight_NK.T, bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight_NK = ctx.saved_tensors
         by_x, by_weight, by_bias = ctx.needs_input_grad
         grad_TN = grad.flatten(0, -2)
-        with _by_onednn():
-            grad_x = (grad_TN @ weight_NK).view_as(x) if by_x else None
-            grad_weight = grad_TN.T @ x.flatten(0, -2) if by_weight else None
-        return grad_x, grad_weight, grad_TN.sum(0) if by_bias else None
+        return (
+            _multiply(grad, weight_NK, None) if by_x else None,
+            _sum_over_tokens(grad_TN, x.flatten(0, -2)) if by_weight else None,
+            grad_TN.sum(0) if by_bias else None,
+        )

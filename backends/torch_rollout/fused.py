@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.hf.matmul import fast_matmuls, linear
+from backends.hf.matmul import add_linear, linear
 from backends.packed.packed_attention import Layout, Reach, Scoring
 from backends.torch_rollout.decode_check import compare_forwards
 from backends.torch_rollout.runner import ROPE_BY_LENGTH, Forward, GenericForward
@@ -173,5 +173,4 @@ def _add_linear(x: Tensor, update: Tensor, layer: nn.Linear) -> Tensor:
     """x + layer(update) in one call."""
     if layer.bias is not None:
         return x + linear(update, layer.weight, layer.bias)
-    with fast_matmuls(update, layer.weight):
-        return torch.addmm(x, update, layer.weight.t())
+    return add_linear(x, update, layer.weight)

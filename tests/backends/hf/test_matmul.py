@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backends.hf import matmul
-from backends.hf.matmul import fast_matmuls, linear, use_fast_linears
+from backends.hf.matmul import add_linear, fast_matmuls, linear, use_fast_linears
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,7 @@ def by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("oneDNN computes with a lower precision here, or is not there")
     monkeypatch.setattr(matmul, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(matmul, "LEAST", 1)
+    monkeypatch.setattr(matmul, "LEAST_ONCE", 1)
 
 
 def allowed() -> str:
@@ -26,7 +27,7 @@ def allowed() -> str:
     return found
 
 
-@pytest.mark.parametrize("shape", [(70, 48), (1, 70, 48), (2, 35, 48)])
+@pytest.mark.parametrize("shape", [(70, 48), (64, 48), (5, 48), (1, 70, 48), (2, 35, 48)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "learns"])
 def test_values_and_gradients(shape: tuple[int, ...], biased: bool, frozen: bool) -> None:
@@ -59,12 +60,26 @@ def test_a_transposed_gradient() -> None:
 
 def test_sums_over_many_tokens_are_as_near_to_the_truth() -> None:
     torch.manual_seed(0)
-    grad, x = torch.randn(20_000, 64), torch.randn(20_000, 64)
-    exact = grad.double().T @ x.double()
-    stock = (grad.T @ x - exact).abs().max()
-    with fast_matmuls(x, grad):
-        ours = (grad.T @ x - exact).abs().max()
-    assert ours < 4 * stock
+    layer, x, upstream = nn.Linear(64, 64, bias=False), torch.randn(20_003, 64), torch.randn(20_003, 64)
+    gaps = []
+    for by in (F.linear, linear):
+        layer.zero_grad()
+        by(x, layer.weight).backward(upstream)
+        assert layer.weight.grad is not None
+        gaps.append((layer.weight.grad - upstream.double().T @ x.double()).abs().max())
+    assert gaps[1] < 4 * gaps[0]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 70])
+def test_a_sum_that_a_layer_is_added_to(rows: int) -> None:
+    torch.manual_seed(0)
+    total, x, weight = torch.randn(rows, 96), torch.randn(rows, 48), torch.randn(96, 48)
+    torch.testing.assert_close(add_linear(total, x, weight), total + F.linear(x, weight), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "by_onednn"), [(1, 0), (15, 0), (16, 16), (100, 96), (1440, 1408), (16_500, 16_384)])
+def test_few_shapes_are_compiled(rows: int, by_onednn: int) -> None:
+    assert matmul._round(rows) == by_onednn
 
 
 def test_torch_may_use_onednn_only_in_the_products_themselves() -> None:
