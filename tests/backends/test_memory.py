@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from workers.roles import handlers_of
 from workers.roles.trainer import Trainer
 
 MIB = 2**20
+ROOT = Path(__file__).parents[2]
 
 
 def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
@@ -36,6 +39,32 @@ def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
             copy = np.frombuffer(mapped, dtype=np.uint8).copy()
         del copy
     assert most_GiB() - before == pytest.approx(100 / 1024, abs=0.02), "the copy alone"
+
+
+def test_freed_memory_stays_until_it_is_handed_back() -> None:
+    """In a process of its own, since the choice holds to its end."""
+    program = (
+        "import resource, sys\n"
+        "import numpy as np\n"
+        "from backends import memory\n"
+        "if sys.argv[1] == 'keep': memory.keep_freed()\n"
+        "def new_pages():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    held = [np.ones(2**17) for _ in range(200)]\n"
+        "    del held\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "print(*[new_pages() for _ in range(4)][2:], memory.held_GiB('cpu'))\n"
+        "memory.hand_back('cpu')\n"
+        "print(memory.held_GiB('cpu'))\n"
+    )
+    found = {}
+    for choice in ("keep", "stock"):
+        command = [sys.executable, "-c", program, choice]
+        found[choice] = [float(word) for word in subprocess.check_output(command, cwd=ROOT).split()]
+    assert min(found["stock"][:2]) > 200 * MIB / mmap.PAGESIZE / 2
+    third, fourth, before_GiB, after_GiB = found["keep"]
+    assert max(third, fourth) < 200 * MIB / mmap.PAGESIZE / 20
+    assert before_GiB - after_GiB > 0.15
 
 
 def test_offload_and_onload_are_measured(tmp_path) -> None:
