@@ -29,9 +29,9 @@ LEAST, LEAST_ONCE = 2**23, 2**27
 """Multiplications that pay, of a shape that comes again and of one that may not."""
 
 
-def use_fast_linears(model: nn.Module) -> None:
-    """Give the model's linear layers the forward below. Those that have one of their own already keep it."""
-    for module in model.modules() if onednn_is_faster() else ():
+def use_fast_linears(model: nn.Module, device: str) -> None:
+    """Give the linear layers of a model for this device the forward below, but for those that have one of their own."""
+    for module in model.modules() if device == "cpu" and onednn_is_faster() else ():
         if type(module) is nn.Linear and "forward" not in vars(module):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 

@@ -272,7 +272,7 @@ def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedM
     """A model that takes no gradients, by `make`. Raises ModelError for an attention that this engine cannot run."""
     decision = choose(config.model, read_config(config.model), decodes=True)
     model = make(config.model.model_copy(update={"attn_implementation": decision.implementation}))
-    use_fast_linears(model)
+    use_fast_linears(model, config.model.device)
     return model.requires_grad_(False)
 
 

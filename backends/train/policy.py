@@ -47,7 +47,7 @@ class Policy(nn.Module):
             self.head = Head(model, table.logits_chunk(model.config.get_text_config().vocab_size, on_gpu=on_gpu))
         asked = table.kernels if isinstance(table, OwnModules) else "torch"
         self.kernels = hold_kernels(model, asked, config.model.device)
-        use_fast_linears(model)
+        use_fast_linears(model, config.model.device)
 
     def forward(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """The task at rows `rows_N` of a packed row: `LossResult`, log-probs or values [N]; without a task the logits

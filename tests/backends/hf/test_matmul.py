@@ -85,7 +85,7 @@ def test_few_shapes_are_compiled(rows: int, by_onednn: int) -> None:
 def test_torch_may_use_onednn_only_in_the_products_themselves() -> None:
     seen = []
     layer = nn.Linear(48, 96)
-    use_fast_linears(layer)
+    use_fast_linears(layer, "cpu")
     out = layer(torch.randn(70, 48, requires_grad=True))
     out.register_hook(lambda grad: seen.append(allowed()))
     (out * 2).sum().backward()
@@ -98,7 +98,9 @@ def test_torch_may_use_onednn_only_in_the_products_themselves() -> None:
 def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
     layer.forward = own = lambda x: x  # type: ignore[method-assign, assignment]
-    use_fast_linears(nn.Sequential(layer, other))
+    use_fast_linears(nn.Sequential(layer, other), "cuda")
+    assert "forward" not in vars(other)
+    use_fast_linears(nn.Sequential(layer, other), "cpu")
     assert layer.forward is own
     assert "forward" in vars(other)
 
