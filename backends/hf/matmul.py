@@ -5,8 +5,8 @@ oneDNN, which torch brings along, takes half the time. torch chooses oneDNN wher
 processor without matrix instructions (AMX) has no such precision, and computes in fp32 all the same, which is proven
 before it is relied on.
 
-oneDNN compiles for every shape that it meets, in a quarter of a millisecond and more. Rows of tokens have ever new
-lengths: oneDNN gets a round number of them, and MKL the rest.
+oneDNN compiles for every shape that it meets, in a quarter of a millisecond and more, and keeps half a MiB of it. Rows
+of tokens have ever new lengths: oneDNN gets a round number of them, and MKL the rest.
 
 T: tokens, K, N: width of the input and of the output.
 """
