@@ -63,7 +63,7 @@ def fast_matmuls(x_TK: Tensor, weight_NK: Tensor) -> AbstractContextManager[obje
 
 
 def _pays(x: Tensor, weight_NK: Tensor, least: int) -> bool:
-    if x.device.type != "cpu" or x.dtype != torch.float32 or weight_NK.dtype != torch.float32:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or weight_NK.dtype != torch.float32 or x.ndim == 1:
         return False
     return x.numel() * len(weight_NK) >= least and onednn_is_faster()
 
@@ -105,15 +105,15 @@ def _round(rows: int) -> int:
 
 def _multiply(x: Tensor, weight_KN: Tensor, added: Tensor | None) -> Tensor:
     """x [..., K] → [..., N], and what is added to it, [N] or of its shape."""
-    x_TK = x.flatten(0, -2)
-    out_TN = x.new_empty(len(x_TK), weight_KN.shape[1])
+    out = x.new_empty(*x.shape[:-1], weight_KN.shape[1])  # no view: the model may change it in place
+    x_TK, out_TN = x.flatten(0, -2), out.flatten(0, -2)
     added_TN = None if added is None else added.expand_as(out_TN)
     first = _round(len(x_TK))
     with _by_onednn():
         _multiply_rows(slice(first), x_TK, weight_KN, added_TN, out_TN)
     if first < len(x_TK):
         _multiply_rows(slice(first, None), x_TK, weight_KN, added_TN, out_TN)
-    return out_TN.view(*x.shape[:-1], -1)
+    return out
 
 
 def _multiply_rows(rows: slice, x_TK: Tensor, weight_KN: Tensor, added_TN: Tensor | None, out_TN: Tensor) -> None:

@@ -38,12 +38,17 @@ def test_values_and_gradients(shape: tuple[int, ...], biased: bool, frozen: bool
     for by in (F.linear, linear):
         leaf = x.clone().requires_grad_()
         layer.zero_grad()
-        out = by(leaf, layer.weight, layer.bias)
+        out = by(leaf, layer.weight, layer.bias).mul_(2)  # as some models do
         out.backward(upstream)
         results.append([out.detach(), leaf.grad, *(each.grad for each in layer.parameters())])
     for theirs, mine in zip(*results, strict=True):
         assert (theirs is None) == (mine is None)
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_one_row_alone() -> None:
+    x, weight = torch.randn(48), torch.randn(96, 48)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
 def test_a_transposed_gradient() -> None:
