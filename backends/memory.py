@@ -12,6 +12,8 @@ from pathlib import Path
 from specs.memory_parts import GIB
 
 LOOK_EVERY_S = 0.005
+NEVER_FROM_THE_HEAP = 2**25
+"""Bytes: glibc maps what is larger, however much of its heap is free."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 
@@ -99,9 +101,10 @@ def hand_back(device: str) -> None:
         libc.malloc_trim(0)
 
 
-def keep_freed() -> None:
-    """Let this process keep on the host what it frees, up to a GiB, until `hand_back`. glibc returns what is above 64
-    MiB at once, so that every micro-batch would get its pages from the kernel anew: a tenth of an update's time."""
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # as large as glibc itself lets it grow; a set one no longer grows
+def keep_freed(device: str) -> None:
+    """Let a process that computes on the host keep what it frees, up to a GiB, until `hand_back`. glibc returns what is
+    above 64 MiB at once, so that every micro-batch would get its pages from the kernel anew: a tenth of an update's
+    time."""
+    if device == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, NEVER_FROM_THE_HEAP)  # at once: a limit that is set no longer grows
         libc.mallopt(M_TRIM_THRESHOLD, 2**30)

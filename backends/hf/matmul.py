@@ -50,11 +50,13 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
     return _multiply(x, weight_NK.T, bias_N)
 
 
-def add_linear(sum_TN: Tensor, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Return sum + x weightᵀ, without gradients."""
-    if _pays(x_TK, weight_NK, LEAST):
-        return _multiply(x_TK, weight_NK.T, sum_TN)
-    return torch.addmm(sum_TN, x_TK, weight_NK.T)
+def add_linear(sum_TN: Tensor, x_TK: Tensor, layer: nn.Linear) -> Tensor:
+    """Return sum + layer(x), without gradients; in one call where the layer has no bias."""
+    if layer.bias is not None:
+        return sum_TN + linear(x_TK, layer.weight, layer.bias)
+    if _pays(x_TK, layer.weight, LEAST):
+        return _multiply(x_TK, layer.weight.T, sum_TN)
+    return torch.addmm(sum_TN, x_TK, layer.weight.T)
 
 
 def fast_matmuls(x_TK: Tensor, weight_NK: Tensor) -> AbstractContextManager[object]:

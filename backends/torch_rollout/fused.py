@@ -153,11 +153,11 @@ class FusedForward(Forward):
         query, key = (t.transpose(0, 1)[None] for t in rotated.split([query_heads, kv_heads], 1))
         value = heads[:, query_heads + kv_heads :].transpose(0, 1)[None]
         out = layout.attend(attention, query, key, value, Scoring(attention.scaling, self.reaches[number]))
-        x = _add_linear(x, out[0].flatten(1), attention.o_proj)
+        x = add_linear(x, out[0].flatten(1), attention.o_proj)
         gate, up = linear(
             self._norm(x, block.post_attention_layernorm), self.gate_up[number].weight, self.gate_up[number].bias
         ).chunk(2, -1)
-        return _add_linear(x, F.silu(gate, inplace=True).mul_(up), block.mlp.down_proj)
+        return add_linear(x, F.silu(gate, inplace=True).mul_(up), block.mlp.down_proj)
 
     def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         weight = cast(Tensor, norm.weight)
@@ -167,10 +167,3 @@ class FusedForward(Forward):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps_tensor, length, length, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(weight)
-
-
-def _add_linear(x: Tensor, update: Tensor, layer: nn.Linear) -> Tensor:
-    """x + layer(update) in one call."""
-    if layer.bias is not None:
-        return x + linear(update, layer.weight, layer.bias)
-    return add_linear(x, update, layer.weight)

@@ -21,15 +21,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from backends.hf.matmul import fast_matmuls
-from backends.memory import hand_back
+from backends.memory import NEVER_FROM_THE_HEAP, hand_back
 from backends.token_metrics import TokenColumns
 from backends.train.losses import policy_loss
 from backends.train.objective_losses import ObjectiveColumns
 from specs.schema.algorithms.algorithm import Loss
 from specs.schema.objectives import Objective
-
-NEVER_FROM_THE_HEAP = 2**25
-"""Bytes: glibc maps what is larger, however much of its heap is free."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_freed_memory_stays_until_it_is_handed_back() -> None:
         "import resource, sys\n"
         "import numpy as np\n"
         "from backends import memory\n"
-        "if sys.argv[1] == 'keep': memory.keep_freed()\n"
+        "if sys.argv[1] == 'keep': memory.keep_freed('cpu')\n"
         "def new_pages():\n"
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    held = [np.ones(2**17) for _ in range(200)]\n"

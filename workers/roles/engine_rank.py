@@ -44,8 +44,7 @@ class EngineRank(Generic[Engine]):
     def hold(self, role: str, config: TrainConfig | RolloutConfig, kind: Any) -> Reply:
         """Build an engine of this class, and report what was built."""
         self.device = config.model.device
-        if self.device == "cpu":
-            memory.keep_freed()
+        memory.keep_freed(self.device)
         kind.import_code(config)
         self.before_GiB = memory.held_GiB(self.device)
         with memory.sampled_peak(self.device) as most_GiB:

@@ -75,11 +75,13 @@ def test_sums_over_many_tokens_are_as_near_to_the_truth() -> None:
     assert gaps[1] < 4 * gaps[0]
 
 
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("rows", [1, 16, 70])
-def test_a_sum_that_a_layer_is_added_to(rows: int) -> None:
+@torch.no_grad()
+def test_a_sum_that_a_layer_is_added_to(rows: int, biased: bool) -> None:
     torch.manual_seed(0)
-    total, x, weight = torch.randn(rows, 96), torch.randn(rows, 48), torch.randn(96, 48)
-    torch.testing.assert_close(add_linear(total, x, weight), total + F.linear(x, weight), rtol=1e-5, atol=1e-4)
+    total, x, layer = torch.randn(rows, 96), torch.randn(rows, 48), nn.Linear(48, 96, bias=biased)
+    torch.testing.assert_close(add_linear(total, x, layer), total + layer(x), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "by_onednn"), [(1, 0), (15, 0), (16, 16), (100, 96), (1440, 1408), (16_500, 16_384)])
