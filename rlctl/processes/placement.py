@@ -182,9 +182,9 @@ class _Planner:
     def role(self, name: RoleName, section: RoleSection) -> RolePlan:
         group_size = section.processes if ROLES[name].together else 1
         on_one_node = processes_of_a_node(section)
-        # Phases alternate, so each model may use every core, unless sampling runs ahead; roles without a model work
-        # meanwhile and get one core.
-        share = max(1, self.cores // self.at_once // on_one_node) if ROLES[name].holds_model else 1
+        # Phases alternate, so each model may use every core, unless sampling runs ahead; data is read before them. What
+        # grades works meanwhile, and gets one core.
+        share = 1 if ROLES[name].holds == "scorer" else max(1, self.cores // self.at_once // on_one_node)
         threads = section.threads or share
         # Not resolved: the link bin/python is what makes an interpreter that of its virtual environment.
         named = os.path.abspath(self.spec_dir / Path(section.python).expanduser())
@@ -286,7 +286,7 @@ def _environment(
         "MKL_NUM_THREADS": str(threads),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        "TOKENIZERS_PARALLELISM": str(ROLES[role].holds == "data").lower(),
         "CUDA_VISIBLE_DEVICES": ",".join(_visible(device, role) for device in here),
     }
     if section.devices and "CUDA_DEVICE_ORDER" not in os.environ:

@@ -98,7 +98,8 @@ def _marked(message: Mapping[str, Any], mark: str, learned: bool) -> tuple[dict[
 
 
 class ChatRenderer:
-    """A chat template in its process, which starts with the first conversation. Use as a context manager.
+    """A chat template in its process, which starts with the first conversation; in several, where threads ask at once.
+    Use as a context manager.
 
     `library`: render as transformers does, for a run. Without it jinja2 alone is imported, for a quick check.
     `tool_template`: the one for conversations with tools, where that is another. `today`: the day that a template
@@ -122,7 +123,7 @@ class ChatRenderer:
             "seconds": RENDER_S,
             "memory_MiB": MEMORY_MIB,
         }
-        self._process: subprocess.Popen[str] | None = None
+        self._idle: list[subprocess.Popen[str]] = []  # processes that no thread waits for
         self._written: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> ChatRenderer:
@@ -194,14 +195,17 @@ class ChatRenderer:
         self._written |= kinds
 
     def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
+        while self._idle:
+            process = self._idle.pop()
             process.kill()
             process.communicate()
 
     def _ask(self, messages: Sequence[Any], cuts: Sequence[Cut], tools: Sequence[Any] | None) -> dict[Cut, Any]:
         """Return the reply to each cut. Where one ends the process, it and those behind it are broken."""
-        process = self._process = self._process or self._start()
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         cuts, found, whole = list(dict.fromkeys(cuts)), dict[Cut, Any](), ""
@@ -213,13 +217,14 @@ class ChatRenderer:
             line = process.stdout.readline()
             if not line.endswith("\n"):
                 code = process.wait()
-                self.close()
+                process.communicate()
                 slow = code == -signal.SIGALRM
                 why = f"takes longer than {RENDER_S:g} s" if slow else f"ended its process (exit code {code})"
                 return {one: {"broken": why} for one in cuts} | found
             reply = json.loads(line)
             whole = whole or reply.get("text", "")
             found[cut] = {"text": whole[: reply["same"]]} if "same" in reply else reply
+        self._idle.append(process)
         return found
 
     def _start(self) -> subprocess.Popen[str]:

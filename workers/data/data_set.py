@@ -207,6 +207,7 @@ class RowSources:
     codec: TextCodec
     chats: ChatRenderer | None
     pad: int | None
+    threads: int
 
     def read(self, source: RowSet, most: int | None) -> Iterator[DataRow]:
         return read_rows(source.path, split=source.split, base=Path(self.config.spec_dir), max_rows=most)
@@ -216,7 +217,7 @@ class RowSources:
 
     def table(self, source: RowSet, most: int | None, keep: deque[DataRow]) -> ExampleTable:
         """Return the examples of a source. `keep` gets their rows, as many as it has room for."""
-        table = build_examples(self.read(source, most), self.reader(source), keep.append)
+        table = build_examples(self.read(source, most), self.reader(source), keep.append, self.threads)
         refuse_nothing(table, self.rows)
         return table
 
@@ -230,13 +231,13 @@ class RowSources:
         return _held_out_prompts(table, np.arange(min(one.prompts, len(table)), dtype=np.int64), number)
 
 
-def open_rows(config: DataConfig, codec: TextCodec) -> RunRows:
+def open_rows(config: DataConfig, codec: TextCodec, threads: int = 1) -> RunRows:
     """Read and tokenise the rows of `[data]` and `[eval]`. Raises DataError."""
     rows = config.rows
     assert rows is not None, "there are no rows"
     pad = pad_token_of(config.model_path, trust_remote_code=config.trust_remote_code) if rows.of_scores else None
     with renderer_of(codec) if codec.has_chat_template else nullcontext() as chats:
-        return _opened_rows(RowSources(config, rows, codec, chats, pad))
+        return _opened_rows(RowSources(config, rows, codec, chats, pad, threads))
 
 
 def _opened_rows(data: RowSources) -> RunRows:
@@ -297,21 +298,23 @@ class RunData:
         }
 
 
-def open_data(config: DataConfig, codec: TextCodec) -> RunData:
+def open_data(config: DataConfig, codec: TextCodec, threads: int = 1) -> RunData:
     """Read and tokenise the sources of `[data]` and `[eval]`. Raises DataError."""
     data = config.data
     assert data is not None, "there are no prompts"
     chat = uses_chat(data, codec)
     with renderer_of(codec) if chat else nullcontext() as chats:
-        return _opened_data(config, data, codec, chats)
+        return _opened_data(config, data, codec, chats, threads)
 
 
-def _opened_data(config: DataConfig, data: DataSection, codec: TextCodec, chats: ChatRenderer | None) -> RunData:
+def _opened_data(
+    config: DataConfig, data: DataSection, codec: TextCodec, chats: ChatRenderer | None, threads: int
+) -> RunData:
     reader = RowReader.of(config, chat=chats is not None)
 
     def table(source: str, split: str, max_rows: int | None) -> PromptTable:
         rows = read_rows(source, split=split, base=Path(config.spec_dir), max_rows=max_rows)
-        found = read_table(source, rows, reader, codec, chats)
+        found = read_table(source, rows, reader, codec, chats, threads)
         refuse_overlong_or_empty(found, data)
         return found
 

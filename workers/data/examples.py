@@ -27,7 +27,7 @@ from workers.data.conversations import (
     rendered,
     tools_of,
 )
-from workers.data.row_source import BadRow, DataRow, DroppedRows, lacking, without_nulls
+from workers.data.row_source import BadRow, DataRow, DroppedRows, in_order, lacking, without_nulls
 from workers.joined_text import TextTokens, begun, ended, joined, without_padding
 
 if TYPE_CHECKING:  # a check of the first rows needs no arrays
@@ -127,14 +127,17 @@ class ExampleTable(DroppedRows):
 
 
 def build_examples(
-    rows: Iterable[DataRow], reader: ExampleReader, keep: Callable[[DataRow], object] = lambda row: None
+    rows: Iterable[DataRow],
+    reader: ExampleReader,
+    keep: Callable[[DataRow], object] = lambda row: None,
+    threads: int = 1,
 ) -> ExampleTable:
     """Read and tokenise rows; the table may be empty. `keep` is given each row that is in it. Raises DataError on a bad
     or overlong row where the spec refuses them, and ModelError when a chat template cannot be used at all."""
     table, data = ExampleTable(reader.source.path, reader.config.of_scores), reader.config.rows
-    for row in rows:
+    for row, example_of_row in in_order(reader.example, rows, threads):
         try:
-            example = reader.example(row)
+            example = example_of_row()
             longest = max(len(sequence.tokens) for sequence in example.sequences)
             if longest > data.max_tokens and data.overlong == "truncate":
                 example, table.truncated = _truncated(example, data.max_tokens), table.truncated + 1

@@ -15,7 +15,7 @@ from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.chat.chat_renderer import ChatRenderer
 from workers.data.conversations import checked_messages, no_template, rendered, tools_of
-from workers.data.row_source import BadRow, DataRow, DroppedRows, lacking
+from workers.data.row_source import BadRow, DataRow, DroppedRows, in_order, lacking
 from workers.joined_text import TextTokens, begun
 
 if TYPE_CHECKING:
@@ -86,7 +86,12 @@ def as_json(value: Any) -> Any:
 
 
 def read_table(
-    source: str, rows: Iterable[DataRow], reader: RowReader, codec: PromptCodec, chats: ChatRenderer | None
+    source: str,
+    rows: Iterable[DataRow],
+    reader: RowReader,
+    codec: PromptCodec,
+    chats: ChatRenderer | None,
+    threads: int = 1,
 ) -> PromptTable:
     """Build the table, only counting overlong rows; it may be empty. `chats`: the chat template, where prompts go
     through one. Raises DataError on a bad row where the spec refuses them, and ModelError when the template cannot be
@@ -98,7 +103,7 @@ def read_table(
         return {"messages": messages_of(prompt_of(values, data), data), "tools": tools}
 
     table = PromptTable(source, conversation=conversation)
-    texts_of_rows = _rendered(table, rows, reader, chats)
+    texts_of_rows = _rendered(table, rows, reader, chats, threads)
     while chunk := list(islice(texts_of_rows, ENCODE_ROWS)):
         texts = [text for _, text in chunk]
         encoded = begun(codec, texts) if chats is None else codec.encode(texts, rendered=True)
@@ -109,18 +114,20 @@ def read_table(
 
 
 def _rendered(
-    table: PromptTable, rows: Iterable[DataRow], reader: RowReader, chats: ChatRenderer | None
+    table: PromptTable, rows: Iterable[DataRow], reader: RowReader, chats: ChatRenderer | None, threads: int
 ) -> Iterator[tuple[DataRow, str]]:
-    for row in rows:
+    def written(row: DataRow) -> str:
+        text = reader.prompt(row)
+        if not isinstance(text, str):
+            assert chats is not None, "messages are for a chat template"
+            text = rendered(chats, text, tools_of(row.values, reader.tools_column))
+        if not text:
+            raise BadRow("the prompt is empty")
+        return text
+
+    for row, text_of_row in in_order(written, rows, threads if chats is not None else 1):
         try:
-            prompt = reader.prompt(row)
-            if isinstance(prompt, str):
-                text = prompt
-            else:
-                assert chats is not None, "messages are for a chat template"
-                text = rendered(chats, prompt, tools_of(row.values, reader.tools_column))
-            if not text:
-                raise BadRow("the prompt is empty")
+            text = text_of_row()
         except BadRow as error:
             table.drop_bad(row, error, reader.data.bad_rows)
         else:

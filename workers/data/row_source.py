@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backends import activity
 from specs.builtin_tasks import BUILTIN_TASKS, GYM_PREFIX, PREFIX
@@ -21,6 +23,9 @@ from workers.data.gym_rows import gym_rows
 
 PARQUET_BATCH_ROWS = 1024
 FIRST_S = 10.0  # for the first rows, before a run: some of reasoning-gym take seconds each
+FEW_ROWS = 512  # are done before other threads, each with a process for the chat template, have begun
+MOST_THREADS = 8  # beyond them the interpreter's lock is what rows wait for
+_AHEAD = 8  # rows for each thread
 MAX_DEPTH = 200  # of a row: pydantic writes no value of more than 254 levels
 _OTHERS = {  # how a file begins that is not what its name says: what it is, and the program that mends it
     LFS.encode(): (NOT_FETCHED, LFS_FETCH),
@@ -32,6 +37,8 @@ _OTHERS = {  # how a file begins that is not what its name says: what it is, and
     b"PK\3\4": ("compressed", "unzip"),
 }
 _PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
+
+R = TypeVar("R")
 
 
 class BadRow(ValueError):
@@ -110,10 +117,27 @@ def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> I
 
 
 def _counted(rows: Iterator[DataRow]) -> Iterator[DataRow]:
-    """Let the driver see how far the reading is: a million rows take a quarter of an hour."""
+    """Let the driver see how far the reading is: a million rows take minutes."""
     for row in rows:
         activity.count("row")
         yield row
+
+
+def in_order(
+    work: Callable[[DataRow], R], rows: Iterable[DataRow], threads: int
+) -> Iterator[tuple[DataRow, Callable[[], R]]]:
+    """Yield each row with what returns the result of `work` for it, or raises its error. Where there are many rows,
+    several threads work ahead."""
+    left, threads = iter(rows), min(threads, MOST_THREADS)
+    for row in islice(left, FEW_ROWS) if threads > 1 else left:
+        yield row, partial(work, row)
+    with ThreadPoolExecutor(threads) as pool:
+        ahead = deque[tuple[DataRow, Callable[[], R]]]()
+        for row in left:
+            ahead.append((row, pool.submit(work, row).result))
+            if len(ahead) > _AHEAD * threads:
+                yield ahead.popleft()
+        yield from ahead
 
 
 def first_of(rows: Iterator[DataRow], most: int) -> list[DataRow]:

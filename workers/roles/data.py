@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
@@ -34,11 +36,12 @@ class Data:
         assert self._config is not None, "build comes first"
         assert self._codec is not None
         activity.describe(activity.verb(), "row", counted=False)
+        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         if self._config.rows is not None:
-            self._rows = open_rows(self._config, self._codec)
+            self._rows = open_rows(self._config, self._codec, threads)
             return self._rows.report(), {}
         assert self._config.data is not None
-        self._data = open_data(self._config, self._codec)
+        self._data = open_data(self._config, self._codec, threads)
         return self._data.report(self._config.data.answer_column), {}
 
     def rows(self, call: Request[bodies.DrawRows], emit: Emit) -> Reply:

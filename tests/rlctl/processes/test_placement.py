@@ -37,10 +37,10 @@ def test_cores_are_shared_out_by_process_and_by_roles_that_work_at_the_same_time
     def threads(**sections: Any) -> list[int]:
         return [role.threads for role in plan(8, **sections).roles]  # data, reward, rollout, actor
 
-    assert threads(actor={"processes": 2}, rollout={"processes": 16}) == [1, 1, 1, 4]
-    assert threads(actor={"threads": 3}) == [1, 1, 8, 3]
-    assert threads(rollout={"max_staleness": 1, "processes": 2}) == [1, 1, 2, 4]
-    assert threads(actor={"devices": [0]}, rollout={"max_staleness": 1}) == [1, 1, 8, 8], "the actor computes elsewhere"
+    assert threads(actor={"processes": 2}, rollout={"processes": 16}) == [8, 1, 1, 4]
+    assert threads(actor={"threads": 3}) == [8, 1, 8, 3]
+    assert threads(rollout={"max_staleness": 1, "processes": 2}) == [4, 1, 2, 4]
+    assert threads(actor={"devices": [0]}, rollout={"max_staleness": 1}) == [8, 1, 8, 8], "the actor computes elsewhere"
     assert plan(1, rollout={"max_staleness": 1}).role("actor").threads == 1
     env = plan(8, actor={"processes": 2}).role("actor").env
     assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "4"

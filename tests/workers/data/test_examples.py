@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import threading
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -21,9 +23,11 @@ from specs.schema.rows import RowsEval, RowsSection
 from specs.schema.sections import DataSection
 from specs.wire.batch import Batch
 from specs.wire.role_config import DataConfig, RowsConfig
+from workers.chat.chat_renderer import ChatRenderer
+from workers.data import row_source
 from workers.data.data_set import RunRows, open_rows
-from workers.data.examples import ExampleReader, build_examples, pieces
-from workers.data.prompts import RowReader, read_table
+from workers.data.examples import ExampleReader, ExampleTable, build_examples, pieces
+from workers.data.prompts import PromptTable, RowReader, read_table
 from workers.data.row_source import BadRow, DataRow
 
 MODEL = BUILTIN_FOLDER / "tiny-bytes"
@@ -291,6 +295,47 @@ def test_special_tokens_that_take_in_the_blanks_around_them(tmp_path: Path) -> N
     for answer in ("b", " b \n"):
         row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]}
         assert words(row, codec, template) == ["<|user|>", "a", "<|end|>", "<|assistant|>", "b*", "<|end|>*"]
+
+
+@pytest.mark.parametrize("shape", ["messages", "prompt"])
+def test_several_threads_find_what_one_does(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same order, with the same rows left out, each thread with a process for the template."""
+    monkeypatch.setattr(row_source, "FEW_ROWS", 8)
+    bad, started = {11: {"prompt": 1}, 40: {"messages": [], "prompt": []}}, list[object]()
+    talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}] for n in range(60)]
+    values = [{"messages": talk, "prompt": talk[:1]} for talk in talks]
+    rows = [DataRow(f"x.jsonl:{n}", bad.get(n, row)) for n, row in enumerate(values)]
+    real, meet = ChatRenderer._start, threading.Barrier(2)
+
+    def start(chats: ChatRenderer) -> subprocess.Popen[str]:
+        started.append(process := real(chats))
+        if len(started) > 1:  # beside that of the first rows, which one of the threads takes over
+            meet.wait(60)
+        return process
+
+    monkeypatch.setattr(ChatRenderer, "_start", start)
+
+    def found(threads: int) -> ExampleTable | PromptTable:
+        started.clear()
+        with ChatRenderer(CHATML, {}, library=False) as chats:
+            reader = reader_of(template="", bad_rows="drop")
+            reader.chats = chats
+            if shape == "messages":
+                return build_examples(rows, reader, threads=threads)
+            keys = {"prompts_per_step": 1, "max_prompt_tokens": 99, "max_response_tokens": 1, "bad_rows": "drop"}
+            data = DataSection.model_validate({"train": "x.jsonl", **keys})
+            return read_table("x.jsonl", rows, RowReader(data, False, chat=True), CODEC, chats, threads)
+
+    one, alone = found(1), len(started)
+    several = found(3)
+    assert (alone, len(started)) == (1, 3)
+    assert all(process.poll() is not None for process in started)
+    assert len(one) == 58
+    assert (one.tokens, one.offsets) == (several.tokens, several.offsets)
+    assert (one.dropped_bad, one.first_bad) == (several.dropped_bad, several.first_bad) == (2, one.first_bad)
+    assert one.first_bad.startswith("x.jsonl:11: ")
+    if isinstance(one, PromptTable) and isinstance(several, PromptTable):
+        assert one.wheres == several.wheres == [f"x.jsonl:{n}" for n in range(60) if n not in bad]
 
 
 # ── the data of a run ─────────────────────────────────────────────────────────────────────────────
