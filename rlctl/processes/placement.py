@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,7 @@ LOOPBACK = "127.0.0.1"
 # Stand-ins in commands until a run starts: a port that is free then, and this host's address for the others.
 FREE_PORT, UNKNOWN_ADDRESS = "{port}", "{address}"
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 @dataclass(frozen=True)
@@ -152,18 +154,21 @@ def make_plan(spec: Spec, spec_dir: Path, *, address: str = "", names: Sequence[
 
 
 def usable_cores() -> int:
-    """Return the cores this process may use: RLCTL_CPU_CORES, else its affinity, limited to a container's quota."""
+    """Return the cores this process may use: RLCTL_CPU_CORES, else its affinity, limited to a container's quota. The
+    hardware threads of a core share its arithmetic, and count once, as for torch."""
     if cores_set := os.environ.get("RLCTL_CPU_CORES"):
         if not cores_set.isdecimal() or int(cores_set) == 0:
             hint = "unset it to use every core"
             raise SpecError([Problem("RLCTL_CPU_CORES", "must be a positive whole number", hint, cores_set)])
         return int(cores_set)
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CGROUP_LIMIT.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    threads = os.sched_getaffinity(0)
+    cores = len(threads)
+    with suppress(OSError):
+        cores = len({Path(_SIBLINGS.format(thread)).read_text() for thread in threads})
+    with suppress(OSError, ValueError):  # without a quota it is the word max
+        quota, period = map(int, _CGROUP_LIMIT.read_text().split())
+        cores = max(1, min(cores, quota // period))
+    return cores
 
 
 @dataclass(frozen=True)

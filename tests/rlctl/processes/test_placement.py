@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from small_spec import only_problem, raw_spec
 
+from rlctl.processes import placement
 from rlctl.processes.placement import Plan, make_plan, usable_cores
 from specs.errors import SpecError
 from specs.packages import package_root
@@ -76,8 +77,15 @@ def test_colocated_when_a_gpu_is_shared_or_as_asked() -> None:
     assert not plan(run={"colocate": "never"}, actor={"devices": [0]}, rollout={"devices": [0]}).colocated
 
 
-def test_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5})
+    monkeypatch.setattr(placement, "_CGROUP_LIMIT", tmp_path / "no-quota")
+    monkeypatch.setattr(placement, "_SIBLINGS", str(tmp_path / "{}"))
+    assert usable_cores() == 4, "where no file says which are threads of one core"
+    for thread in range(6):
+        (tmp_path / str(thread)).write_text(f"{thread % 4},{thread % 4 + 4}\n")
+    assert usable_cores() == 3, "1 and 5 are one"
     monkeypatch.setenv("RLCTL_CPU_CORES", "7")
     assert usable_cores() == 7
     assert plan(0).role("actor").threads == 7
