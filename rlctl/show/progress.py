@@ -117,8 +117,10 @@ class Progress:
                 self.message(f"eval {name}  step {step}  {eval_keys.word(values)} {eval_keys.words(values)}")
 
     def checkpoint(self, step: int) -> None:
-        """Show that a checkpoint was written."""
+        """Show that a checkpoint was written. The time that it took is its step's."""
         self._checkpoint = step
+        if self._step_s:  # none where the first step's metrics were refused
+            self._step_s[-1] += time.monotonic() - self._phase_started
         if not self.live:
             self.message(f"checkpoint  step {step}")
 

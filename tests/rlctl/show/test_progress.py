@@ -125,6 +125,7 @@ def test_the_panel_fits_its_width_and_shows_everything(clock: HandClock, width: 
     clock.now += 1.0
     ends = {"rollout/finished": 0.015, "rollout/length_mean": 123.4, "rollout/length_max": 512, "time/wall_s": 1.0}
     bar.step(metrics(60, **ends))
+    bar.phase("save")
     bar.checkpoint(50)
     bar.warning("odd [numbers]")
     bar.phase("rollout")
@@ -155,10 +156,15 @@ def test_a_long_name_leaves_room_for_the_step_and_the_estimate(clock: HandClock,
 def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(clock: HandClock) -> None:
     bar = Progress(100, "resumed", console(terminal=False))
     bar.start_at(90)
+    bar.checkpoint(90)
     assert bar.eta_s is None
     run(bar, clock, range(91, 92), 60.0)
     run(bar, clock, range(92, 96), 2.0)
     assert bar.eta_s == pytest.approx(5 * 2.0)
+    bar.phase("save")
+    clock.now += 8.0
+    bar.checkpoint(95)
+    assert bar.eta_s == pytest.approx(5 * (2.0 + 8.0 / 4))
 
 
 def test_a_console_without_unicode_does_not_end_the_run() -> None:
