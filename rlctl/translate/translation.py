@@ -54,9 +54,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     for table, brought in source.get("with", {}).items():
         made.values |= brought if any(f".{table}." in f".{key}." for key in given) else {}
     defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, dict.fromkeys(given, True))}
-    unlimited = {key: None for key in given if given[key] is None and _last(key) in source["defaults"]}
+    unlimited = {key: None for key in given if given[key] is None and key.rpartition(".")[2] in source["defaults"]}
     given = {key: _plain(value) for key, value in {**defaults, **given}.items() if value not in (None, {})}
-    for key in [key for key, value in given.items() if (_last(key), value) == ("max_steps", -1)]:
+    for key in [key for key in given if (key.rpartition(".")[2], given[key]) == ("max_steps", -1)]:
         made.dropped[key] = (f"{key} = {given.pop(key)}", "epochs are counted")
     others = source.get("others", "").split()
     for key in [key for key in given if any(f".{table}." in f".{key}." for table in others)]:
@@ -94,9 +94,10 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             made.note(row.of_roles([recipe.lead, *key.split(".")], recipe)[-1], f"{key} is null: no limit there")
     for key in used & made.dropped.keys():
         made.translated[key] = (made.dropped.pop(key)[0], "part of another line")
-    off = [key for key, value in made.values.items() if key.endswith(".lora.rank") and value == 0]
+    off = [key for key, value in made.values.items() if key.endswith((".lora.rank", "eval.every")) and value == 0]
     for key in off + [f"{recipe.lead}.lora.rank"] * (_named("use_peft", given, used) is False):
-        _take_out(made, Problem(key.removesuffix(".rank"), "the whole model learns"), given.keys())
+        why = "nothing is evaluated" if key == "eval.every" else "the whole model learns"
+        _take_out(made, Problem(key.rpartition(".")[0], why), given.keys())
     if _named("logger|report_to", given, set()) is not None and "tracking.N.kind" not in made.values:
         _take_out(made, Problem("tracking.N", "no tracker is named"), set())
     sections = {key.partition(".")[0] for key in made.values} | {"checkpoint"}
@@ -219,10 +220,6 @@ def _named(names: str, given: Given, used: set[str]) -> Any:
         if re.match(r"[\d']", name):
             return tomli.loads(f"x = {name}")["x"]
     return None
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _ending(name: str, given: Given) -> str:

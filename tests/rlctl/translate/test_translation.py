@@ -412,6 +412,8 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.yaml", "max_length: 8\nmax_steps: 50\nwarmup_steps: 0.1", {"actor.optimizer.warmup_steps": 5}, ""),
         ("a.yaml", "max_length: 8\nsave_steps: 0.25", {"checkpoint.every": None}, "save_steps = 0.25 of all steps"),
         ("a.yaml", 'max_length: 8\neval_strategy: "no"\neval_steps: 5', {"eval.every": None}, ""),
+        ("a.yaml", 'max_length: 8\neval_strategy: "no"\neval_dataset: b.jsonl', {"eval.data": None}, "is evaluated"),
+        ("a.sh", f"verl {VERL} trainer.test_freq=-1 data.val_files=b.parquet", {"eval.every": None}, "is evaluated"),
         ("a.yaml", "max_length: 8\nuse_peft: true", {"actor.lora.rank": 16, "actor.lora.alpha": 32}, ""),
         ("a.yaml", "max_length: 8\nuse_peft: false\nlora_r: 16", {"actor.lora.rank": None}, "the whole model learns"),
         ("a.py", GRPO.format("f", "delta=3.0", "r=16"), {"actor.lora.alpha": 8, "algorithm.dual_clip": 3.0}, ""),
