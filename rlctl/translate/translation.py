@@ -68,6 +68,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
             given[key] = value * steps if isinstance(steps, int) else Code(f"{value} of all steps")
     derived = {key: _computed(formula, given, used) for key, formula in source.get("derived", {}).items()}
     given |= {key: value for key, value in derived.items() if value is not None and not _ending(key, given)}
+    short, whole = _ending("steps_per_generation", given), _named("gradient_accumulation_steps|1", given, set())
+    if short and isinstance(whole, int) and given[short] in range(whole):
+        made.dropped[short] = (f"{short} = {given.pop(short)}", "no weights change before the optimizer step")
     by_hand = []
     for key, row in _in_order(given, recipe):
         shown = f"{key} = {_shown(given[key])}" + (" (default)" if key in defaults else "")

@@ -395,6 +395,7 @@ PRIME_EVAL = "[orchestrator.eval]\ninterval = 5\ngroup_size = 4\nsampling = { to
 EVALUATED = {"eval.samples_per_prompt": 4, "eval.top_p": 0.9}
 PRIME_SFT = "data = { seq_len = 128, batch_size = 64, micro_batch_size = 1 }\nscheduler = { type = 'cosine' }"
 GRPO = "GRPOTrainer(model='m', reward_funcs={}, args=GRPOConfig(num_generations=8, {}), peft_config=LoraConfig({}))"
+TWICE = "per_device_train_batch_size=8, gradient_accumulation_steps=8, steps_per_generation=4, max_steps=9"
 SIZE = "rollout.tensor_model_parallel_size"
 TP = {"rollout.engine.tensor_parallel": 2}
 DECAY = {"actor.optimizer.schedule": "cosine", "actor.optimizer.min_lr_ratio": 0.5}
@@ -414,6 +415,7 @@ VERL = "actor_rollout_ref.rollout.n=8 data.train_batch_size=8 trainer.total_trai
         ("a.yaml", 'max_length: 8\neval_strategy: "no"\neval_steps: 5', {"eval.every": None}, ""),
         ("a.yaml", 'max_length: 8\neval_strategy: "no"\neval_dataset: b.jsonl', {"eval.data": None}, "is evaluated"),
         ("a.sh", f"verl {VERL} trainer.test_freq=-1 data.val_files=b.parquet", {"eval.every": None}, "is evaluated"),
+        ("a.py", GRPO.format("f", TWICE, ""), {"data.prompts_per_step": 8, "run.steps": 9}, ""),
         ("a.yaml", "max_length: 8\nuse_peft: true", {"actor.lora.rank": 16, "actor.lora.alpha": 32}, ""),
         ("a.yaml", "max_length: 8\nuse_peft: false\nlora_r: 16", {"actor.lora.rank": None}, "the whole model learns"),
         ("a.py", GRPO.format("f", "delta=3.0", "r=16"), {"actor.lora.alpha": 8, "algorithm.dual_clip": 3.0}, ""),
