@@ -131,6 +131,7 @@ class HfTrainEngine(TrainEngine):
 
     @classmethod
     def build(cls, config: TrainConfig, rank: Rank) -> HfTrainEngine:
+        torch.manual_seed(config.model.seed + rank.rank)  # for a user's own loss: nothing else draws from it
         return cls(config, rank)
 
     def _join_ranks(self) -> None:
