@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from itertools import takewhile
+from itertools import chain, repeat, takewhile
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specs.errors import RewardError
@@ -83,23 +83,24 @@ def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parame
     try:
         return _schema_of_hint(_hint_of(function, parameter))
     except (NameError, TypeError, ValueError) as error:
-        hint = "use str, int, float, bool, list[…], dict[str, …], Literal[…], an Enum or X | None"
+        hint = "use str, int, float, bool, list[…], tuple[…], dict[str, …], Literal[…], an Enum or X | None"
         raise RewardError(f"tool {tool}: the type hint of {parameter.name}: {error}", hint=hint) from None
 
 
 def with_enums(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the members of enums in place of their values. Raises ValueError for a value of none."""
+    """Return arguments with members of enums and tuples as their hints ask. Raises ValueError for no enum's value."""
     parameters = inspect.signature(function).parameters
     hints = {name: _hint_of(function, parameters[name]) for name in arguments if name in parameters}
     return {name: _with_members(hints.get(name), value) for name, value in arguments.items()}
 
 
 def _with_members(hint: Any, value: Any) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
+    origin, inner = get_origin(hint) or hint, get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
-    if origin is list and inner and isinstance(value, list):
-        return [_with_members(inner[0], each) for each in value]
+    if origin in (list, tuple) and isinstance(value, list):
+        kinds = inner[:1] * len(value) if origin is list or inner[1:] == (...,) else inner
+        return origin(map(_with_members, chain(kinds, repeat(None)), value))
     if origin is dict and inner and isinstance(value, dict):
         return {key: _with_members(inner[1], each) for key, each in value.items()}
     if origin in (Union, types.UnionType) and value is not None:
@@ -126,8 +127,10 @@ def _schema_of_hint(hint: Any) -> dict[str, Any]:
         return _choices([member.value for member in hint])
     if origin in (Union, types.UnionType):
         return _union([_schema_of_hint(each) for each in inner if each is not type(None)], type(None) in inner)
-    if origin is list and inner:
+    if (origin is list and inner) or (origin is tuple and inner[1:] == (...,)):
         return {"type": "array", "items": _schema_of_hint(inner[0])}
+    if tuple in (hint, origin) and len(inner) != 1:
+        return {"type": "array"} | ({"prefixItems": [*map(_schema_of_hint, inner)]} if inner else {})
     if origin is dict and inner:
         return {"type": "object", "additionalProperties": _schema_of_hint(inner[1])}
     raise TypeError(f"{hint} is no JSON type")

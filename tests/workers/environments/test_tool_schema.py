@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035
 import pytest
 
 from specs.errors import RewardError
-from workers.environments.tool_schema import schema_of
+from workers.environments.tool_schema import schema_of, with_enums
 
 
 class Colour(Enum):
@@ -63,6 +63,7 @@ def choices(
     f: list[int] | str | None = None,
     g: Any = None,
     h: Literal[1, "one"] = 1,
+    i: tuple[int, str] | tuple = (),  # type: ignore[type-arg]
 ) -> None:
     """Choose.
 
@@ -75,6 +76,7 @@ def choices(
         f: six
         g: seven
         h: eight
+        i: nine
     """
 
 
@@ -126,6 +128,18 @@ def test_it_knows_more_forms_of_docstrings_and_signatures() -> None:
             },
         },
     }
+
+
+def test_a_parameter_of_a_tuple_gets_one() -> None:
+    def tool(a: tuple[int, Colour], b: tuple[Colour, ...] = (), c: tuple = ()) -> None:  # type: ignore[type-arg]
+        """Take them."""
+
+    names = {"type": "string", "enum": ["red", "blue"]}
+    pair = {"type": "array", "prefixItems": [{"type": "integer"}, names]}
+    properties = {"a": pair, "b": {"type": "array", "items": names}, "c": {"type": "array"}}
+    assert schema_of(tool)["function"]["parameters"]["properties"] == properties
+    given = with_enums(tool, {"a": [1, "red", 2], "b": ["blue"] * 3, "c": [4]})
+    assert given == {"a": (1, Colour.RED, 2), "b": (Colour.BLUE,) * 3, "c": (4,)}
 
 
 def test_what_follows_the_arguments_without_indent_is_no_part_of_them() -> None:
