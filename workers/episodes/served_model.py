@@ -149,6 +149,7 @@ class Served:
             max_tool_calls=_UNLIMITED,
             max_episode_tokens=config.rollout.model.max_sequence_tokens,
             learn_from="all",
+            history="branch",
         )
 
     async def start(self) -> None:
