@@ -62,15 +62,15 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "run": (3_309, 2_200, ("rlctl/run",)),
     "grading": (1_690, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
-        4_150,
+        4_151,
         3_300,
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
     "engines, packing, weights": (16_405, 15_000, ("backends",)),
-    "four packages": (60_475, 50_000, WINGS),
+    "four packages": (60_476, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (49_938, 38_000, ("tests",)),
+    "tests with their cases": (49_944, 38_000, ("tests",)),
     "docs": (3_741, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml
