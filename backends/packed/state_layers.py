@@ -27,7 +27,7 @@ from backends.packed.layout import groups_of_like_length
 from backends.packed.row_ops import Put, RowCopies, copy_rows, take_rows
 from specs.errors import ModelError
 
-_LENGTHS = (5, 9, 3, 1, 4)  # of the segments that a build is tried with
+_LENGTHS = (5, 7, 3, 1, 4)  # of the segments that a build is tried with; of the first two one is padded
 _PARENTS = (-1, -1, 1, 1, 0)
 _LARGEST_GAP = 1e-4
 _CACHE = ("cache_params", "past_key_values")  # what such layers call the argument that holds their state
@@ -37,11 +37,11 @@ class LayerState:
     """The state of one layer after some tokens of each sequence of a batch, behind the verbs of transformers' cache.
 
     Nothing is changed in place, so that gradients reach the prompt that a state came from. `recurrent` is None in
-    layers that have a convolution alone.
+    layers that have a convolution alone. `mask`: [n, L] of the batch that comes, 0 at padding.
     """
 
-    def __init__(self, conv: Tensor | None = None, recurrent: Tensor | None = None) -> None:
-        self.conv, self.recurrent = conv, recurrent
+    def __init__(self, conv: Tensor | None = None, recurrent: Tensor | None = None, mask: Tensor | None = None) -> None:
+        self.conv, self.recurrent, self.mask = conv, recurrent, mask
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.conv
@@ -55,7 +55,9 @@ class LayerState:
     def update_conv_state(
         self, inputs: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
     ) -> Tensor:
-        """[n, C, L] → [n, C, kept + L]: the inputs with those before them that the convolution still sees."""
+        """[n, C, L] → [n, C, kept + L]: the inputs with those before them that the convolution still sees. A projection
+        with a bias makes more than zeros of padding, which the convolution must not see."""
+        inputs = inputs if self.mask is None else inputs * self.mask[:, None]
         whole = inputs if self.conv is None else torch.cat([self.conv, inputs], -1)
         self.conv = F.pad(whole, (max(0, conv_kernel_size - whole.shape[-1]), 0))[..., -conv_kernel_size:]
         return whole
@@ -158,7 +160,7 @@ class SegmentPlan:
         for part, group in zip(parts, self.groups, strict=True):
             batch = part.unflatten(0, (group.count, group.length))
             if group.parents is None:
-                ended.append(LayerState())
+                ended.append(LayerState(mask=group.mask))
                 outputs.append(layer(batch, ended[-1], group.mask).flatten(0, 1))
             else:
                 outputs.append(layer(batch, LayerState.concat(ended).select(group.parents)).flatten(0, 1))

@@ -69,8 +69,8 @@ def check_decoding(model: PreTrainedModel, forward: Forward, device: torch.devic
     """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(vocab, (length,), generator=generator) for length in (7, 9)]
-    prompts = [3, 5]
+    sequences = [torch.randint(vocab, (length,), generator=generator) for length in (8, 9)]
+    prompts = [4, 5]
     alone = [model(input_ids=s[None].to(device), use_cache=False).logits[0] for s in sequences]
     expected = torch.cat([torch.cat([x[start - 1 :], x[-1:]]) for x, start in zip(alone, prompts, strict=True)])
     found = Comparison.of(expected, torch.cat(_by_cache(model, forward, device, sequences, prompts)), model.dtype)

@@ -23,7 +23,7 @@ from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.errors import ModelError
 
 Run = Callable[[PackedInput, RowCopies | None, None], Tensor]
-_LENGTHS = (5, 9, 3, 4, 3)
+_LENGTHS = (5, 7, 3, 4, 3)
 _PARENTS = (-1, -1, 1, 1, 0)  # the last three segments are completions of the second and of the first
 _WINDOW = 4  # tokens: less than most of these sequences have
 

@@ -53,6 +53,28 @@ def test_the_states_of_prompts_are_kept_in_their_order() -> None:
     assert plan.ended[7].recurrent[:, 0].tolist() == [1, 9, 11]
 
 
+def layer_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """The first layer with a state of a model of this family; and its config."""
+    given = FAMILIES[family].config | changes
+    config = CONFIG_MAPPING[given["model_type"]](**{key: given[key] for key in given if key != "model_type"})
+    return state_layers.state_layers(AutoModelForCausalLM.from_config(config, dtype=dtype))[0], config
+
+
+@pytest.mark.parametrize(("family", "bias"), [("falcon_h1", "mamba_proj_bias"), ("nemotron_h", "use_bias")])
+def test_what_a_bias_makes_of_padding_is_not_seen(family: str, bias: str) -> None:
+    layer, config = layer_of(family, torch.float32, **{bias: True})
+    torch.nn.init.normal_(layer.in_proj.bias)
+    hidden_TE = torch.randn(12, config.hidden_size)
+    with torch.no_grad():
+        alone = torch.cat([layer(x[None])[0] for x in hidden_TE.split([5, 7])])
+        packed = SegmentPlan([5, 7], None, put).run(0, state_layers._with_state(layer), hidden_TE)
+    torch.testing.assert_close(packed, alone)
+
+
+def group_without_mask(count: int, length: int, mask: Tensor | None, parents: Tensor | None) -> state_layers._Group:
+    return _Group(count, length, None, parents)
+
+
 def whole_row(plan: SegmentPlan, number: int, layer: state_layers.Layer, hidden_TE: Tensor) -> Tensor:
     return layer(hidden_TE[None], LayerState())[0]
 
@@ -75,13 +97,14 @@ def fork_without_gradient(state: LayerState, rows: Tensor) -> LayerState:
     return LayerState(*(None if each is None else each.detach() for each in _select(state, rows).tensors))
 
 
-_select = LayerState.select
+_select, _Group = LayerState.select, state_layers._Group
 LOGITS, GRADIENTS = "gives other logits on packed sequences", "gives other gradients on packed sequences"
-LEAKS: dict[str, tuple[type, str, Any, str]] = {
+LEAKS: dict[str, tuple[Any, str, Any, str]] = {
     "state and convolution run on into the next sample": (SegmentPlan, "run", whole_row, LOGITS),
     "the state is not forked": (LayerState, "select", fork_without("recurrent"), LOGITS),
     "the convolution is not forked": (LayerState, "select", fork_without("conv"), LOGITS),
     "the state of another prompt is forked": (LayerState, "select", fork_of_another, LOGITS),
+    "padding is seen": (state_layers, "_Group", group_without_mask, LOGITS),
     "no gradient reaches the prompt": (LayerState, "select", fork_without_gradient, GRADIENTS),
 }
 
@@ -112,9 +135,7 @@ def test_they_are_named_as_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2"])
 def test_the_plan_knows_what_a_layer_keeps(family: str, dtype: torch.dtype) -> None:
-    given = FAMILIES[family].config
-    config = CONFIG_MAPPING[given["model_type"]](**{key: given[key] for key in given if key != "model_type"})
-    layer = state_layers.state_layers(AutoModelForCausalLM.from_config(config, dtype=dtype))[0]
+    layer, config = layer_of(family, dtype)
     own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     hidden_TE = torch.randn(2 * 256, config.hidden_size, dtype=dtype, requires_grad=True)
     kept: dict[int, Tensor] = {}
