@@ -10,9 +10,11 @@ Suffixes and letters: T tokens of the row, P rows after padding, S segments, E h
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -289,6 +291,18 @@ def _by_rows(layer: nn.Module) -> None:
 
     layer.forward = forward
     layer.register_forward_pre_hook(_by_position, with_kwargs=True)
+    if getattr(layer, "time_step_limit", (0.0,))[0] > 0:
+        layer.in_proj.register_forward_hook(partial(_bound_step, layer))  # type: ignore[union-attr]
+
+
+def _bound_step(layer: nn.Module, _module: nn.Module, _args: tuple[Any, ...], out: Tensor) -> Tensor:
+    """Bound the time step of a single token from below, at the end of what enters Mamba 2, as transformers bounds those
+    of several: it leaves that out where it decodes (Nemotron-H)."""
+    if out.shape[1] > 1:
+        return out
+    bias: Any = layer.dt_bias
+    least = math.log(math.expm1(layer.time_step_limit[0])) - bias  # type: ignore[index]
+    return torch.cat([out[..., : -len(bias)], torch.maximum(out[..., -len(bias) :], least.to(out.dtype))], -1)
 
 
 def _by_position(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -19,6 +19,7 @@ from backends.ddp.engine import DdpTrainEngine
 from backends.packed import state_layers
 from backends.packed.state_layers import LayerState, PromptPlan, SegmentPlan
 from backends.protocol import Rank
+from backends.torch_rollout.slot_states import SlotStates
 from specs.errors import ModelError
 from specs.model_facts import model_facts
 
@@ -69,6 +70,22 @@ def test_what_a_bias_makes_of_padding_is_not_seen(family: str, bias: str) -> Non
         alone = torch.cat([layer(x[None])[0] for x in hidden_TE.split([5, 7])])
         packed = SegmentPlan([5, 7], None, put).run(0, state_layers._with_state(layer), hidden_TE)
     torch.testing.assert_close(packed, alone)
+
+
+def test_a_decoded_token_has_no_shorter_time_step_than_others() -> None:
+    layer, config = layer_of("nemotron_h", torch.float32)
+    torch.nn.init.constant_(layer.dt_bias, -12.0)
+    torch.nn.init.zeros_(layer.D)  # nothing passes the state by
+    hidden_TE, plan = torch.randn(6, config.hidden_size), PromptPlan([5], torch.device("cpu"))
+    with torch.no_grad():
+        whole = layer(hidden_TE[None])[0]
+        state_layers._by_rows(layer)
+        with state_layers.use_rows(plan):
+            layer(hidden_TE[None, :5])
+        slots = SlotStates(plan.ended, 1)
+        slots.fill(0, torch.zeros(1, dtype=torch.int64), plan.ended)
+        with state_layers.use_rows(slots):
+            torch.testing.assert_close(layer(hidden_TE[None, 5:])[0], whole[5:])
 
 
 def group_without_mask(count: int, length: int, mask: Tensor | None, parents: Tensor | None) -> state_layers._Group:
