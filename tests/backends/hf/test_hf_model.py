@@ -62,6 +62,16 @@ def test_what_a_class_never_trains_is_a_buffer_however_it_is_built(tmp_path: Pat
     assert [*model_shape(config).weights] == [*named_weights(read)]
 
 
+@pytest.mark.parametrize("family", ["apertus", "afmoe"])
+def test_what_does_not_learn_is_read_in_the_precision_that_samplers_hold(tmp_path: Path, family: str) -> None:
+    """Else a sync from a model that was read in bf16 is refused, and a router's biases choose other experts."""
+    drawn = build_model(model_config(write_model(tmp_path / "a", {**QWEN2, "model_type": family})), load_weights=True)
+    drawn.save_pretrained(tmp_path / "b")
+    config = model_config(tmp_path / "b", from_scratch=False, dtype="bf16")
+    read, held = (named_weights(build_model(config, load_weights=each)) for each in (True, False))
+    assert {name: weight.dtype for name, weight in read.items()} == {name: held[name].dtype for name in held}
+
+
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     build_model(model_config(write_model(tmp_path, QWEN2)), load_weights=True).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
