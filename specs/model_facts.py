@@ -41,10 +41,11 @@ def tokens_of_one_rope(config: Mapping[str, Any]) -> int:
     LongRoPE has two sets of frequencies, and transformers takes the long one for a whole call as soon as one of its
     sequences is longer than this. Log-probs then depend on what else is in the call."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
-        return 0
-    short = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    return short if isinstance(short, int) else 0
+    name, shorts = "original_max_position_embeddings", []
+    for each in (rope, *rope.values()) if isinstance(rope, Mapping) else ():  # one for each kind of layer: Gemma 3's
+        if isinstance(each, Mapping) and each.get("rope_type", each.get("type")) in ("longrope", "su"):
+            shorts.append(each.get(name) or config.get(name))
+    return min((short for short in shorts if isinstance(short, int)), default=0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specs.model_facts import mlp_width, model_facts, positions_of
+from specs.model_facts import mlp_width, model_facts, positions_of, tokens_of_one_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -29,6 +29,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 )
 def test_positions(config: dict[str, Any], positions: int) -> None:
     assert positions_of(config) == positions
+
+
+def test_a_longrope_of_one_kind_of_layer_counts() -> None:
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    ropes = {"full_attention": long, "sliding_attention": {"rope_type": "default"}}
+    assert tokens_of_one_rope({"rope_parameters": ropes}) == 32
 
 
 def test_what_gemma_3_leaves_out_of_its_text_config_is_known() -> None:
