@@ -32,7 +32,10 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def recompute_activations(model: PreTrainedModel, chosen: bool | int) -> None:
     """Gradient checkpointing of the first `chosen` layers, True: of all. They need train mode, and what is in them must
-    not have it: routers draw noise there. Raises ModelError where a part of the layers cannot be chosen."""
+    not have it: routers draw noise there. Raises ModelError where the model or a part of its layers cannot."""
+    if not model.supports_gradient_checkpointing:
+        hint = "set gradient_checkpointing = false for this role"
+        raise ModelError(f"{type(model).__name__} does not recompute activations", hint=hint)
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for module in model.modules():

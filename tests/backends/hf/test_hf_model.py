@@ -159,6 +159,13 @@ def test_nothing_is_random_where_layers_are_recomputed(
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=0, atol=0)
 
 
+def test_a_model_that_does_not_recompute_is_refused_where_it_should(tmp_path: Path) -> None:
+    config = {**QWEN2, "model_type": "jetmoe", "kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 2}
+    model = build_without_memory(model_config(write_model(tmp_path, config)))
+    with pytest.raises(ModelError, match="JetMoeForCausalLM does not recompute activations"):
+        recompute_activations(model, True)
+
+
 def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
     """Transformers swaps flash_attention_2 where only the package `kernels` is there, in any layer."""
     config = model_config(write_model(tmp_path, QWEN2))
