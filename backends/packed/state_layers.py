@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from backends.packed.layout import groups_of_like_length
 from backends.packed.row_ops import Put, RowCopies, copy_rows, take_rows
@@ -228,11 +228,11 @@ def prove_gradients(model: PreTrainedModel, device: torch.device) -> None:
     """Gradients of a packed row must be those of its sequences one by one, on a new layer of each kind that the model
     has, in fp32. (The whole model's forward pass is proven by `verify_packing`.) Raises ModelError: catches a state
     whose gradient does not reach the prompt that it came from."""
-    config = model.config.get_text_config()
+    width = model.config.get_text_config().hidden_size
     for layer in {type(layer): layer for layer in state_layers(model)}.values():
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)
-            gap = _gradient_gap(_made_anew(layer, config).to(device, torch.float32), config.hidden_size, device)
+            gap = _gradient_gap(_made_anew(layer, model).to(device, torch.float32), width, device)
         if not gap < _LARGEST_GAP:
             raise ModelError(
                 f"{type(layer).__name__} gives other gradients on packed sequences than one by one "
@@ -261,10 +261,13 @@ def _gradient_gap(layer: nn.Module, width: int, device: torch.device) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
 
 
-def _made_anew(layer: nn.Module, config: PretrainedConfig) -> nn.Module:
+def _made_anew(layer: nn.Module, model: PreTrainedModel) -> nn.Module:
     """Return a layer of this kind with weights of its own, and with the buffers that its block gave to this one."""
     kind: Any = type(layer)
-    twin: nn.Module = kind(config, layer.layer_idx)
+    twin: nn.Module = kind(model.config.get_text_config(), layer.layer_idx)
+    for module in twin.modules():
+        if not hasattr(module, "reset_parameters"):  # what is not torch's own may hold whatever was in memory
+            model._init_weights(module)
     for name, buffer in layer.named_buffers(recurse=False):
         if not hasattr(twin, name):
             twin.register_buffer(name, buffer.clone())

@@ -138,6 +138,16 @@ def test_a_leak_is_found_at_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         build_engine(config)
 
 
+def test_what_was_in_memory_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi's layers leave values to whoever makes the model."""
+    linear, sizes = {"linear_head_dim": 8, "linear_num_heads": 2}, {"hidden_size": 16, "intermediate_size": 16}
+    layers = {"layer_types": ["linear_attention"], "mlp_layer_types": ["dense"], "num_hidden_layers": 1}
+    config = CONFIG_MAPPING["kimi_linear"](vocab_size=16, pad_token_id=0, **linear, **sizes, **layers)
+    model, empty = AutoModelForCausalLM.from_config(config), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
+    state_layers.prove_gradients(model, torch.device("cpu"))
+
+
 def test_ranks_do_not_share_its_rows(tmp_path: Path) -> None:
     config = train_config(write_family(tmp_path / "model", "lfm2"), sequence_parallel=2)
     with pytest.raises(ModelError, match="layers that carry a state from token to token: ranks cannot share a row"):
