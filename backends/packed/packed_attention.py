@@ -190,3 +190,4 @@ def tell_positions(model: nn.Module) -> None:
     for module in model.modules():
         if any(getattr(child, "attn_temperature_tuning", False) for child in module.children()):
             module.register_forward_pre_hook(tell, with_kwargs=True)
+            module._can_checkpoint_with_cache = True  # type: ignore[assignment]  # else recomputed layers are not told

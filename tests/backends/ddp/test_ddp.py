@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from stock_model import logprobs, textbook_loss
 from train_helpers import (
     GEMMA3,
@@ -101,6 +102,7 @@ def one_by_one(engine: DdpTrainEngine, batch: Batch) -> tuple[np.ndarray, dict[s
     [
         (QWEN2, {}),
         (QWEN2, {"gradient_checkpointing": True}),
+        (FAMILIES["llama4_text"].config, {"gradient_checkpointing": True}),
         (GPT2, {}),
         (GEMMA3, {"model": {"attn_implementation": "eager"}}),
     ],
