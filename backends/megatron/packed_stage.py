@@ -142,8 +142,6 @@ def transformer_config(
     text: Any = model.config.get_text_config()
     if text.hidden_act != "silu":
         raise ModelError(f"Megatron's layers here compute silu, and this model {text.hidden_act}")
-    if set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
-        raise ModelError("the engine megatron has no sliding window, which this model has")
     each = text.num_hidden_layers // (table.pipeline_parallel * table.virtual_pipeline)
     recompute = config.gradient_checkpointing  # of the first so many layers of the model, or all
     layers = each if recompute is True else min(each, max(0, int(recompute) - stage * each))  # of this stage

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from backends.megatron.layouts import Experts, Heads, Slot, padded_vocabulary, part_of
 from backends.weights.tensor_bytes import named_weights
 from specs.errors import ModelError
+from specs.schema.engines.megatron_table import FAMILIES
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 SCORE = "score.weight"
@@ -38,6 +39,8 @@ class ModelMap:
     def of(cls, model: PreTrainedModel, path: str, *, fused_norms: bool = False) -> ModelMap:
         """Raises ModelError unless every weight has its place in Megatron's model, and every place its weight."""
         text: Any = model.config.get_text_config()
+        if text.model_type not in FAMILIES or getattr(text, "sliding_window", None):  # others only have the same names
+            raise ModelError(f"the engine megatron has {', '.join(FAMILIES)}, without windows; {path} is otherwise")
         heads, weights = text.num_attention_heads, named_weights(model)
         shape = Heads(
             query=heads,

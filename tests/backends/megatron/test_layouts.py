@@ -123,3 +123,11 @@ def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int
 def test_a_weight_without_a_place_is_named() -> None:
     with pytest.raises(ModelError, match=r"no place for model\.layers\.0\.self_attn\.o_proj\.bias"):
         ModelMap.of(model_of("llama", attention_bias=True), "a model")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("mixtral", {"sliding_window": 4}), ("llama", {"model_type": "granite"})]
+)
+def test_a_model_with_the_same_names_that_computes_otherwise_is_refused(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"engine megatron has llama, .* without windows; a model is otherwise"):
+        ModelMap.of(model_of(family, **changes), "a model")
