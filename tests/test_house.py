@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
-    "engines, packing, weights": (16_437, 15_000, ("backends",)),
-    "four packages": (60_509, 50_000, WINGS),
+    "engines, packing, weights": (16_443, 15_000, ("backends",)),
+    "four packages": (60_515, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (50_005, 38_000, ("tests",)),
+    "tests with their cases": (50_025, 38_000, ("tests",)),
     "docs": (3_742, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

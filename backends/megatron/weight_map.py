@@ -40,7 +40,8 @@ class ModelMap:
         """Raises ModelError unless every weight has its place in Megatron's model, and every place its weight."""
         text: Any = model.config.get_text_config()
         if text.model_type not in FAMILIES or getattr(text, "sliding_window", None):  # others only have the same names
-            raise ModelError(f"the engine megatron has {', '.join(FAMILIES)}, without windows; {path} is otherwise")
+            known = f"the engine megatron computes {', '.join(FAMILIES)} without sliding windows"
+            raise ModelError(f"{known}, and {path} is another model")
         heads, weights = text.num_attention_heads, named_weights(model)
         shape = Heads(
             query=heads,

@@ -129,5 +129,5 @@ def test_a_weight_without_a_place_is_named() -> None:
     ("family", "changes"), [("mixtral", {"sliding_window": 4}), ("llama", {"model_type": "granite"})]
 )
 def test_a_model_with_the_same_names_that_computes_otherwise_is_refused(family: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=r"engine megatron has llama, .* without windows; a model is otherwise"):
+    with pytest.raises(ModelError, match=r"megatron computes llama, .* and a model is another model"):
         ModelMap.of(model_of(family, **changes), "a model")
