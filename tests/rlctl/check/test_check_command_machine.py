@@ -85,6 +85,8 @@ def test_room_for_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch, tim
     assert all("3 checkpoints of 0.00335 GiB take 0.0101 GiB" in str(problem) for problem in errors)
     (folder / "other/checkpoints/step_000005").mkdir(parents=True)  # those of a run to resume are there already
     assert file_problems(spec, folder, starting=True, run_dir=folder / "other") == ([], [])
+    monkeypatch.setattr("rlctl.preflight.machine.shutil.disk_usage", lambda _: usage._replace(free=1))
+    assert file_problems(spec, folder, done=100) == ([], [])  # an evaluation writes none
 
 
 # ── strict ────────────────────────────────────────────────────────────────────────────────────────
