@@ -100,9 +100,9 @@ class Fork:
 
     def write(self, run_dir: Path) -> None:
         """Note it in a run's directory, which has the log-probs of the other's reference too, if that kept any."""
-        write_object(run_dir / FORKED_FROM, {"run": str(self.run), "step": self.step})
         if (self.run / REF_LOGPROBS).is_file():
             shutil.copyfile(self.run / REF_LOGPROBS, run_dir / REF_LOGPROBS)
+        write_object(run_dir / FORKED_FROM, {"run": str(self.run), "step": self.step})
 
     @staticmethod
     def of(run_dir: Path) -> Fork | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import START_OVER, step_path, steps_in
 from rlctl.run.input_files import Inputs, Recorded, changes, inputs_of
-from rlctl.run.lineage import FORKED_FROM, REF_LOGPROBS, read_own
+from rlctl.run.lineage import FORKED_FROM, REF_LOGPROBS, Fork, read_own
 from rlctl.run.resume import differences, with_new_keys
 from rlctl.run.run_lock import LOCK, RunLock, owner_of
 from rlctl.show.journal import Journal, newest
@@ -23,7 +23,8 @@ from specs.load.overrides import as_run
 from specs.schema.spec import Spec
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_BEFORE_A_RUN = (LOCK, "logs", "resolved.json.partial")  # left where a full disk or a kill ended its beginning
+# Left where a full disk or a kill ended its beginning.
+_BEFORE_A_RUN = (LOCK, "logs", "resolved.json.partial", FORKED_FROM, f"{FORKED_FROM}.partial", REF_LOGPROBS)
 _DISK_ERRORS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
 
 
@@ -62,19 +63,22 @@ class RunDir:
         accept_changed_files: bool = False,
         spec_dir: Path | None = None,
         overrides: Sequence[str] = (),
+        fork: Fork | None = None,
     ) -> None:
         """Make (or find again) the directory and lock it. `accept_changed_files`: a resume continues though files that
         the run reads are not what they were. `spec_dir`: where relative paths start, when that is not the spec file's
-        folder. Raises RunDirError; then nothing was changed."""
+        folder. `fork`: what a new run begins with. Raises RunDirError; then nothing was changed."""
         self.spec, self.spec_dir, self.overrides = spec, spec_dir or spec_path.absolute().parent, tuple(overrides)
         try:
             with explained_disk_errors(self.path):
-                self._open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files)
+                self._open(spec, spec_path, fork, resume=resume, accept_changed_files=accept_changed_files)
         except BaseException:
             self.release()
             raise
 
-    def _open(self, spec: Spec, spec_path: Path, *, resume: bool, accept_changed_files: bool) -> None:
+    def _open(
+        self, spec: Spec, spec_path: Path, fork: Fork | None, *, resume: bool, accept_changed_files: bool
+    ) -> None:
         begun = self.resolved.is_file()
         if resume and not begun:
             raise RunDirError(f"{self.path} holds no run to resume", hint="leave out --resume to start one there")
@@ -96,12 +100,15 @@ class RunDir:
             self._check_same_inputs(accept_changed_files)
             self.starting_weights = read_starting_weights(self.as_built)
         elif begun:  # it ended before its first step: begin again, keeping the logs
-            fork = () if resume else (self.path / FORKED_FROM,)
-            for file in (self.as_built, self.resolved, *self.path.glob("inputs.*json"), *fork):
+            for file in (self.as_built, self.resolved, *self.path.glob("inputs.*json")):
                 file.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._take_lock()
+        if not resume:
+            (self.path / FORKED_FROM).unlink(missing_ok=True)
+        if fork is not None:
+            fork.write(self.path)
         self._begin_attempt(spec, spec_path)
 
     def _holds_steps(self) -> bool:
@@ -153,7 +160,7 @@ class RunDir:
         self.attempt = self._next_attempt()
         self.logs.mkdir(parents=True)
         self._suffix = f".attempt_{self.attempt}" if self.resolved.exists() else ""
-        write_object(self.path / f"resolved{self._suffix}.json", spec.resolved())  # first: that makes it a run
+        write_object(self.path / f"resolved{self._suffix}.json", spec.resolved())  # that makes it a run
         copy = self.path / f"spec{self._suffix}.toml"
         copy.write_text(as_run(spec_path.read_text(encoding="utf-8"), self.overrides), encoding="utf-8")
         self._record_inputs()

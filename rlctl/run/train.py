@@ -96,10 +96,9 @@ def train(
             accept_changed_files=accept_changed_files,
             spec_dir=source.folder,
             overrides=overrides,
+            fork=fork,
         )
         try:
-            if fork is not None:
-                fork.write(run.path)
             problems = [*map(str, cross_field_warnings(spec)), *map(str, warnings)]
             problems += [f"resumed with another {change}" for change in run.changes]
             problems += [f"accepted: {change}" for change in run.accepted]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -108,3 +109,24 @@ def test_a_fork_that_never_made_a_step_leaves_nothing_to_a_plain_run(tmp_path, s
         with attempt(spec_path, resume=resume):
             pass
         assert Fork.of(run.path) == of
+
+
+def test_a_fork_is_named_before_there_is_a_run_to_resume(tmp_path, spec_path, monkeypatch):
+    """Else a resume of one whose beginning was cut off there would train the first weights."""
+    fork, real = Fork(tmp_path / "other", 4), os.replace
+
+    def full(source, target):
+        if target.name == "resolved.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(source))
+        real(source, target)
+
+    run = RunDir(spec_path.with_name("run"))
+    with monkeypatch.context() as patch:
+        patch.setattr("specs.json_file.os.replace", full)
+        with pytest.raises(RlctlError, match="is full"):
+            run.open(load_spec(spec_path), spec_path, resume=False, fork=fork)
+    assert Fork.of(run.path) == fork
+    with pytest.raises(RunDirError, match="holds no run to resume"):
+        run.open(load_spec(spec_path), spec_path, resume=True)
+    with attempt(spec_path, resume=False):
+        assert Fork.of(run.path) is None
