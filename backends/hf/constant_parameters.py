@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ def constants_as_buffers() -> Iterator[None]:
     """Make buffers of them, in the models that are built within, as most families have them: no optimizer decays them,
     and all that is a parameter may learn. (transformers itself reads them from files as ones that learn.) Buffers of
     files are read in fp32, as every engine holds them: in bf16 a router's biases would choose other experts."""
-    plan_of = PreTrainedModel._get_dtype_plan
+    plan_of: Any = getattr(PreTrainedModel, "_get_dtype_plan", lambda model, dtype: {})  # the first 5.x ask for none
 
     def plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
         held = chain(model.named_buffers(), model.named_parameters())
