@@ -42,10 +42,10 @@ def file_problems(
     starting: bool = False,
     elsewhere: bool = False,
     run_dir: Path | None = None,
-    done: int = 0,
+    saves: bool = True,
 ) -> tuple[list[Problem], list[Problem]]:
     """Return errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`:
-    where the run writes, when it is not where the spec says. `done`: the steps behind it.
+    where the run writes, when it is not where the spec says. `saves`: it writes checkpoints.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
     Interpreters, engines, launchers and judges' keys that it lacks are errors; when the run is to start `elsewhere`,
@@ -69,8 +69,10 @@ def file_problems(
         errors += address_problems(spec)
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     where = run_dir or spec.run.place
-    machine = machine_problems(spec, spec_dir, config, where, done, starting=starting, here=here)
-    errors, warnings = with_values(spec, [*errors, *machine[0]]), with_values(spec, [*warnings, *machine[1]])
+    machine_errors, machine_warnings = machine_problems(
+        spec, spec_dir, config, where, starting=starting, here=here, saves=saves
+    )
+    errors, warnings = with_values(spec, [*errors, *machine_errors]), with_values(spec, [*warnings, *machine_warnings])
     if elsewhere:
         warnings += [problem for problem in errors if isinstance(problem, NotHere)]
         errors = [problem for problem in errors if not isinstance(problem, NotHere)]

@@ -24,10 +24,11 @@ from specs.schema.spec import Spec
 
 
 def machine_problems(
-    spec: Spec, spec_dir: Path, config: Mapping[str, Any], run_dir: Path, done: int, *, starting: bool, here: bool
+    spec: Spec, spec_dir: Path, config: Mapping[str, Any], run_dir: Path, *, starting: bool, here: bool, saves: bool
 ) -> tuple[list[Problem], list[Problem]]:
     """Return errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `run_dir`:
-    where it writes, after `done` steps. `starting`: it begins now; `here`: nothing asks for another machine."""
+    where the run writes. `starting`: the run begins now; `here`: nothing in the spec asks for another machine;
+    `saves`: it writes checkpoints, as no evaluation does."""
     trackers = [(number, table) for number, table in enumerate(spec.tracking) if find_spec(table.package) is None]
     errors = [*(missing_package(*tracker) for tracker in trackers), *_ray(spec), *_folders(spec, spec_dir, run_dir)]
     by_srun = [role for role, section in spec.sections() if ROLES[role].together and section.launcher == "srun"]
@@ -35,7 +36,7 @@ def machine_problems(
     if not (starting or shutil.which("srun")):  # at a start the launcher says it
         hint = 'start it inside a SLURM job, or write "torchrun"'
         warnings += [NotHere(f"{role}.launcher", "this machine has no srun", hint) for role in by_srun]
-    (errors if here else warnings).extend([] if errors else _disk(spec, config, run_dir, done))
+    (errors if here else warnings).extend(_disk(spec, config, run_dir) if saves and not errors else [])
     return errors, warnings
 
 
@@ -77,13 +78,12 @@ def nearest_existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if os.path.lexists(place))
 
 
-def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path, done: int) -> list[Problem]:
+def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> list[Problem]:
     """Find too little room for the checkpoints that lie on the disk together: those kept, and one more while it is
     written. Those of a run to resume are there already."""
     each = checkpoint_bytes(spec, config)
     there = len(list((run_dir / "checkpoints").glob("step_*")))
-    left = -(-(spec.run.steps - done) // spec.checkpoint.every)
-    count = max(min(1, left), min(spec.checkpoint.keep + 1, left) - there)
+    count = max(1, min(spec.checkpoint.keep + 1, -(-spec.run.steps // spec.checkpoint.every)) - there)
     place = nearest_existing(run_dir)
     free, needed = shutil.disk_usage(place).free, each * count
     if free >= needed:

@@ -92,7 +92,7 @@ def evaluate(
     if run_dir is not None:
         check_held_out(run_dir, spec, source.folder)
     spec = without_learning(spec, checkpoint)
-    errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out, done=spec.run.steps)
+    errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out, saves=False)
     errors += fit_problems(spec, source.folder, here=True)[0]
     if errors:
         raise SpecError(source.explained(errors))

@@ -86,7 +86,7 @@ def test_room_for_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch, tim
     (folder / "other/checkpoints/step_000005").mkdir(parents=True)  # those of a run to resume are there already
     assert file_problems(spec, folder, starting=True, run_dir=folder / "other") == ([], [])
     monkeypatch.setattr("rlctl.preflight.machine.shutil.disk_usage", lambda _: usage._replace(free=1))
-    assert file_problems(spec, folder, done=100) == ([], [])  # an evaluation writes none
+    assert file_problems(spec, folder, saves=False) == ([], [])  # an evaluation writes none
 
 
 # ── strict ────────────────────────────────────────────────────────────────────────────────────────
