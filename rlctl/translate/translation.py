@@ -54,9 +54,9 @@ def translate(kind: str, given: Given, name: str, *, cluster: str = "ray") -> Tr
     for table, brought in source.get("with", {}).items():
         made.values |= brought if any(f".{table}." in f".{key}." for key in given) else {}
     defaults = {key: value for key, value in source["defaults"].items() if not _ending(key, dict.fromkeys(given, True))}
-    unlimited = {key: None for key in given if given[key] is None and key.rpartition(".")[2] in source["defaults"]}
+    unlimited = {key: None for key in given if given[key] is None and _last(key) in source["defaults"]}
     given = {key: _plain(value) for key, value in {**defaults, **given}.items() if value not in (None, {})}
-    for key in [key for key in given if (key.rpartition(".")[2], given[key]) == ("max_steps", -1)]:
+    for key in [key for key, value in given.items() if (_last(key), value) == ("max_steps", -1)]:
         made.dropped[key] = (f"{key} = {given.pop(key)}", "epochs are counted")
     others = source.get("others", "").split()
     for key in [key for key in given if any(f".{table}." in f".{key}." for table in others)]:
@@ -223,6 +223,10 @@ def _named(names: str, given: Given, used: set[str]) -> Any:
         if re.match(r"[\d']", name):
             return tomli.loads(f"x = {name}")["x"]
     return None
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _ending(name: str, given: Given) -> str:
