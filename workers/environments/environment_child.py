@@ -41,7 +41,7 @@ from workers.environments.replies import (
     step_outcome,
     wrong_arguments,
 )
-from workers.environments.tool_schema import with_enums
+from workers.environments.tool_schema import as_hinted
 from workers.grading.child import as_number, describe
 
 READ_BYTES = 1 << 16
@@ -203,7 +203,7 @@ class Session:
         reward, failed = None, False
         try:
             function = tool.function or getattr(self._instance, name)
-            value = self._finish(function(**with_enums(function, arguments)))
+            value = self._finish(function(**as_hinted(function, arguments)))
             if has_reward(value):
                 value, reward = value
             text = as_text(value)

@@ -87,29 +87,29 @@ def _property(tool: str, function: Callable[..., Any], parameter: inspect.Parame
         raise RewardError(f"tool {tool}: the type hint of {parameter.name}: {error}", hint=hint) from None
 
 
-def with_enums(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def as_hinted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with members of enums and tuples as their hints ask. Raises ValueError for no enum's value."""
     parameters = inspect.signature(function).parameters
     hints = {name: _hint_of(function, parameters[name]) for name in arguments if name in parameters}
-    return {name: _with_members(hints.get(name), value) for name, value in arguments.items()}
+    return {name: _as_hinted(hints.get(name), value) for name, value in arguments.items()}
 
 
-def _with_members(hint: Any, value: Any) -> Any:
+def _as_hinted(hint: Any, value: Any) -> Any:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
     if origin in (list, tuple) and isinstance(value, list):
         kinds = inner[:1] * len(value) if origin is list or inner[1:] == (...,) else inner
-        return origin(map(_with_members, chain(kinds, repeat(None)), value))
+        return origin(map(_as_hinted, chain(kinds, repeat(None)), value))
     if origin is dict and inner and isinstance(value, dict):
-        return {key: _with_members(inner[1], each) for key, each in value.items()}
+        return {key: _as_hinted(inner[1], each) for key, each in value.items()}
     if origin in (Union, types.UnionType) and value is not None:
         members = [each for each in inner if each is not type(None)]
         if len(members) == 1:
-            return _with_members(members[0], value)
+            return _as_hinted(members[0], value)
         for each in members:
             with suppress(ValueError):
-                if (found := _with_members(each, value)) is not value:
+                if (found := _as_hinted(each, value)) is not value:
                     return found
     return value
 

@@ -334,6 +334,7 @@ def test_several_threads_find_what_one_does(shape: str, monkeypatch: pytest.Monk
     assert (one.tokens, one.offsets) == (several.tokens, several.offsets)
     assert (one.dropped_bad, one.first_bad) == (several.dropped_bad, several.first_bad) == (2, one.first_bad)
     assert one.first_bad.startswith("x.jsonl:11: ")
+    assert getattr(one, "masks", None) == getattr(several, "masks", None)
     if isinstance(one, PromptTable) and isinstance(several, PromptTable):
         assert one.wheres == several.wheres == [f"x.jsonl:{n}" for n in range(60) if n not in bad]
 

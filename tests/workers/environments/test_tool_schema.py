@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035
 import pytest
 
 from specs.errors import RewardError
-from workers.environments.tool_schema import schema_of, with_enums
+from workers.environments.tool_schema import as_hinted, schema_of
 
 
 class Colour(Enum):
@@ -138,7 +138,7 @@ def test_a_parameter_of_a_tuple_gets_one() -> None:
     pair = {"type": "array", "prefixItems": [{"type": "integer"}, names]}
     properties = {"a": pair, "b": {"type": "array", "items": names}, "c": {"type": "array"}}
     assert schema_of(tool)["function"]["parameters"]["properties"] == properties
-    given = with_enums(tool, {"a": [1, "red", 2], "b": ["blue"] * 3, "c": [4]})
+    given = as_hinted(tool, {"a": [1, "red", 2], "b": ["blue"] * 3, "c": [4]})
     assert given == {"a": (1, Colour.RED, 2), "b": (Colour.BLUE,) * 3, "c": (4,)}
 
 
