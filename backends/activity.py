@@ -25,7 +25,7 @@ class _Now:
         self.counts: dict[str, int] = {}  # of the process's life, by unit
         self.verb = ""  # empty: nothing to do
         self.what = self.unit = self.waits_for = ""
-        self.call = self.before = 0
+        self.call = self.before = self.of_all = 0
         self.began = 0.0
         self.counted = True
 
@@ -35,7 +35,7 @@ _now = _Now()
 
 def begin(verb: str, call: int, *, counted: bool) -> None:
     """A verb begins. `counted`: one that goes well is short, or counts as it goes."""
-    _now.what, _now.unit, _now.waits_for, _now.before = verb, "", "", 0
+    _now.what, _now.unit, _now.waits_for, _now.before, _now.of_all = verb, "", "", 0, 0
     _now.call, _now.counted, _now.began = call, counted, time.monotonic()
     _now.verb = verb
 
@@ -73,6 +73,11 @@ def count(unit: str, more: int = 1) -> None:
     _now.counts[unit] = total(unit) + more
 
 
+def expect(more: int) -> None:
+    """Say that the verb has so many more of its unit to do."""
+    _now.of_all += more
+
+
 def total(unit: str) -> int:
     """How many this process has done in its life."""
     return _now.counts.get(unit, 0)
@@ -101,6 +106,7 @@ def snapshot() -> dict[str, Any] | None:
         "what": _now.what,
         "unit": _now.unit,
         "so_far": counts.get(_now.unit, 0) - _now.before if _now.unit else 0,
+        "of_all": _now.of_all,
         "counts": counts,
         "counted": _now.counted,
         "waits_for": _now.waits_for or (f"the other ranks, in {collective}" if collective else ""),

@@ -65,7 +65,8 @@ class StallWatch:
         """Return what the progress line shows."""
         at_work = [one for place, each in waiting.items() if (one := self.of(place, each)) is not None]
         units = tuple(dict.fromkeys(one.unit for one in at_work if one.unit))
-        return Moving(dict(self._done), units, self._still_s if waiting and self._all_judged(waiting) else 0.0)
+        still_s = self._still_s if waiting and self._all_judged(waiting) else 0.0
+        return Moving(dict(self._done), units, still_s, max((one.eta_s for one in at_work), default=0.0))
 
     @property
     def _still_s(self) -> float:

@@ -145,11 +145,12 @@ class Progress:
             self.message("  ".join([f"… {self._phase} for {duration(now - self._phase_started)}", *self._so_far()]))
 
     def _so_far(self) -> list[str]:
-        """Say what is done since the phase began, and for how long nothing has moved."""
+        """Say what is done since the phase began, how long the rest takes, and for how long nothing has moved."""
         moving = self._moving()
         done = [(moving.done.get(unit, 0) - self._done_before.get(unit, 0), unit) for unit in moving.units]
+        left = [f"ETA {duration(moving.eta_s)}"] * bool(moving.eta_s)
         still = [f"nothing has moved for {duration(moving.still_s)}"] if moving.still_s >= STILL_S else []
-        return [", ".join(amount(more, unit) for more, unit in done) + " so far"] * bool(done) + still
+        return [", ".join(amount(more, unit) for more, unit in done) + " so far"] * bool(done) + left + still
 
     @property
     def eta_s(self) -> float | None:

@@ -39,6 +39,19 @@ def test_counts_are_of_the_process_and_so_far_of_the_verb(verb: None) -> None:
     assert activity.snapshot() is None
 
 
+def test_what_is_left_takes_as_long_as_what_was_done(verb: None) -> None:
+    activity.describe("open_data", "row", counted=False)
+    activity.count("row", 20)
+    unknown = read()
+    activity.expect(60)
+    activity.expect(20)
+    known = read().model_copy(update={"seconds": 5.0})
+    assert (unknown.eta_s, known.eta_s) == (0.0, 15.0)
+    assert known.model_copy(update={"so_far": 81}).eta_s == 0.0
+    activity.begin("generate", 8, counted=True)
+    assert read().of_all == 0
+
+
 def test_samples_that_ranks_share_are_told_as_shared(verb: None) -> None:
     activity.describe("generate", "micro-batch", counted=True)
     activity.describe_samples(1, 1200)

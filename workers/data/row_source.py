@@ -22,6 +22,7 @@ from specs.text import LFS, LFS_FETCH, NOT_FETCHED, not_text
 from workers.data.gym_rows import gym_rows
 
 PARQUET_BATCH_ROWS = 1024
+COUNTED_AT_ONCE = 1 << 20  # bytes, in which lines are counted
 FIRST_S = 10.0  # for the first rows, before a run: some of reasoning-gym take seconds each
 FEW_ROWS = 512  # are done before other threads, each with a process for the chat template, have begun
 MOST_THREADS = 8  # beyond them the interpreter's lock is what rows wait for
@@ -101,18 +102,22 @@ def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> I
     Relative files start at `base`. Raises DataError when the source as a whole cannot be read; a broken row is
     yielded with its problem.
     """
+
+    def expect(rows: int) -> None:
+        activity.expect(rows if max_rows is None else min(rows, max_rows))
+
     if source.startswith(PREFIX):
         rows = _builtin(source)
     elif source.startswith(GYM_PREFIX):
         rows = (DataRow(f"{source} row {number}", values) for number, values in enumerate(gym_rows(source), start=1))
     elif source.endswith(".jsonl"):
-        rows = _jsonl(_existing(source, base))
+        rows = _jsonl(_existing(source, base), expect)
     elif source.endswith(".parquet"):
-        rows = _parquet(_existing(source, base))
+        rows = _parquet(_existing(source, base), expect)
     elif Path(source).suffix in (".json", ".csv", ".tsv", ".txt", ".gz", ".zst") or (base / source).exists():
         raise DataError(f"data source {source} has an unknown format", hint="use a *.jsonl or *.parquet file")
     else:
-        rows = _hub(source, split)
+        rows = _hub(source, split, expect)
     return _counted(islice(rows, max_rows))
 
 
@@ -169,9 +174,12 @@ def _builtin(source: str) -> Iterator[DataRow]:
         yield DataRow(f"{source} row {number}", values)
 
 
-def _jsonl(path: Path) -> Iterator[DataRow]:
+def _jsonl(path: Path, expect: Callable[[int], None]) -> Iterator[DataRow]:
     try:
         with open(path, "rb") as file:
+            if activity.verb():  # else the first rows are looked at, not all of them read
+                expect(sum(part.count(b"\n") for part in iter(partial(file.read, COUNTED_AT_ONCE), b"")))
+                file.seek(0)
             for number, line in enumerate(file, start=1):
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if line.strip():
@@ -195,7 +203,7 @@ def _parse_line(line: bytes, where: str) -> DataRow:
     return DataRow(where, values, not_text(values) if b"\\u" in line else "")
 
 
-def _parquet(path: Path) -> Iterator[DataRow]:
+def _parquet(path: Path, expect: Callable[[int], None]) -> Iterator[DataRow]:
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -205,6 +213,7 @@ def _parquet(path: Path) -> Iterator[DataRow]:
             twice = [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]
             if twice:
                 raise DataError(f"{path} has two columns {twice[0]!r}", hint="rename one of them")
+            expect(file.metadata.num_rows)
             maps = "strict" if "map<" in str(file.schema_arrow) else None  # which takes four times as long
             for batch in file.iter_batches(PARQUET_BATCH_ROWS):
                 for values in batch.to_pylist(maps_as_pydicts=maps):
@@ -246,10 +255,12 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _hub(source: str, split: str) -> Iterator[DataRow]:
+def _hub(source: str, split: str, expect: Callable[[int], None]) -> Iterator[DataRow]:
     number = 0
     try:
-        for number, values in enumerate(_load_hub(source, split), start=1):
+        rows = _load_hub(source, split)
+        expect(len(rows))
+        for number, values in enumerate(rows, start=1):
             yield DataRow(f"{source} [{split}] row {number}", _as_written(values))
     except (ValueError, OverflowError, ImportError, OSError) as error:  # a date after 9999, an image without Pillow
         hint = "install what it asks for, or write the columns that are needed to a *.jsonl file"

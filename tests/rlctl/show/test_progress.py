@@ -62,10 +62,11 @@ def test_what_is_slow_shows_how_far_it_is(clock: HandClock) -> None:
             assert "rollout for 0:41" in text_of(target)
             assert "1,234 tokens, 0 grades so far" in text_of(target)
             assert "nothing has moved" not in text_of(target)
-            state[0] = Moving(state[0].done, ("token",), still_s=33.0)
+            assert "so far  ETA" not in text_of(target)
+            state[0] = Moving(state[0].done, ("token",), still_s=33.0, eta_s=75.0)
             clock.now += 31
             bar.tick()
-            assert "1,234 tokens so far" in text_of(target)
+            assert "1,234 tokens so far  ETA 1:15" in text_of(target)
             assert "nothing has moved for 0:33" in text_of(target)
 
 

@@ -17,6 +17,7 @@ from specs.errors import DataError
 from specs.schema.eval_sets import EvalSection
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
+from specs.wire.heartbeat import Activity
 from specs.wire.role_config import DataConfig
 from workers.data.data_set import EVAL_IDS, RunData, open_data
 from workers.data.prompts import PromptTable
@@ -104,11 +105,23 @@ def test_jsonl_keeps_columns_and_skips_blank_lines(tmp_path: Path, codec: TextCo
     assert [where.rsplit(":", 1)[1] for where in table.wheres] == ["1", "3"]
 
 
-def test_rows_are_counted_as_they_are_read(tmp_path: Path, codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [{"prompt": "p"}] * 3)
-    before = activity.total("row")
-    table_of(tmp_path, codec)
-    assert activity.total("row") == before + 3
+def test_a_verb_says_how_many_rows_it_has_read_of_all(tmp_path: Path, hub: Path, codec: TextCodec) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    folder, rows = tmp_path / "of the spec", [{"prompt": "p"}] * 4
+    folder.mkdir()
+    write_jsonl(folder, rows)
+    write_jsonl(hub, rows)
+    parquet.write_table(arrow.Table.from_pylist(rows), folder / "rows.parquet")
+    for source in ("rows.jsonl", "rows.parquet", "some/rows"):
+        activity.begin("open_data", 1, counted=False)
+        activity.describe("open_data", "row", counted=False)
+        for most in (None, 3, 9):
+            table_of(folder, codec, train=source, split="train", max_rows=most)
+        now = Activity.model_validate(activity.snapshot())
+        activity.end()
+        assert (now.so_far, now.of_all) == (11, 11), source
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
