@@ -23,6 +23,10 @@ needs_vllm, needs_megatron = (
     for python in (VLLM_PYTHON, MEGATRON_PYTHON)
 )
 
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="scripts/setup-engine deepspeed installs it"
+)
+
 
 def skip_without(name: str, reason: str) -> None:
     """Skip the calling file where the package is not installed. It is not imported: every process collects every

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optional import VLLM_PYTHON, needs_vllm
+from optional import VLLM_PYTHON, needs_deepspeed, needs_vllm
 from running import REPO, listing, preset
 from sabotage import SUPPORT
 
@@ -42,6 +42,7 @@ def probe(capsys: pytest.CaptureFixture[str], spec: Path, *sets: str, target: st
     return code, json.loads(out), err
 
 
+@needs_deepspeed
 def test_a_model_of_half_a_billion_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = preset("quickstart", tmp_path)
     model = tmp_path / "model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from optional import needs_deepspeed
 from running import finish, preset, settings, trained
 
 pytestmark = pytest.mark.slow
@@ -35,6 +36,7 @@ def whole(tmp_path_factory):
     return spec, folder / "run"
 
 
+@needs_deepspeed
 @pytest.mark.timeout(600)
 def test_there_and_back(whole, tmp_path):
     """Take steps 1-3 on one ddp rank, each further one on two ranks of another engine, 6 on one ddp rank again."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import running
 from hub_pushed import pushed_hub, variables
+from optional import needs_deepspeed
 from running import finish, metrics, preset, settings, trained, trajectory, warm_python
 from simulated_device.child import in_every_rank, on_simulated_device
 
@@ -142,10 +142,6 @@ def test_another_larger_reference(finished, tmp_path, repo_root):
 
 
 # ── the model sharded by DeepSpeed ────────────────────────────────────────────────────────────────
-
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="scripts/setup-engine deepspeed installs it"
-)
 
 
 @pytest.fixture(scope="module")
