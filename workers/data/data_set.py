@@ -217,7 +217,8 @@ class RowSources:
 
     def table(self, source: RowSet, most: int | None, keep: deque[DataRow]) -> ExampleTable:
         """Return the examples of a source. `keep` gets their rows, as many as it has room for."""
-        table = build_examples(self.read(source, most), self.reader(source), keep.append, self.threads)
+        rows = self.read(source, most)
+        table = build_examples(rows, self.reader(source), lambda row, _: keep.append(row), self.threads)
         refuse_nothing(table, self.rows)
         return table
 

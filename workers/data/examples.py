@@ -49,10 +49,11 @@ class RowCodec(TextTokens, Protocol):
 
 @dataclass(frozen=True)
 class Learned:
-    """Tokens of a sequence, and 1 for each that is learned."""
+    """Tokens of a sequence, and 1 for each that is learned. `text`: what they were made of, where a row is read."""
 
     tokens: list[int]
     mask: list[int]
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,15 +130,16 @@ class ExampleTable(DroppedRows):
 def build_examples(
     rows: Iterable[DataRow],
     reader: ExampleReader,
-    keep: Callable[[DataRow], object] = lambda row: None,
+    keep: Callable[[DataRow, Example], object] = lambda row, whole: None,
     threads: int = 1,
 ) -> ExampleTable:
-    """Read and tokenise rows; the table may be empty. `keep` is given each row that is in it. Raises DataError on a bad
-    or overlong row where the spec refuses them, and ModelError when a chat template cannot be used at all."""
+    """Read and tokenise rows; the table may be empty. `keep` is given each row that is in it, and what it was before it
+    was truncated. Raises DataError on a bad or overlong row where the spec refuses them, and ModelError when a chat
+    template cannot be used at all."""
     table, data = ExampleTable(reader.source.path, reader.config.of_scores), reader.config.rows
     for row, example_of_row in in_order(reader.example, rows, threads):
         try:
-            example = example_of_row()
+            example = whole = example_of_row()
             longest = max(len(sequence.tokens) for sequence in example.sequences)
             if longest > data.max_tokens and data.overlong == "truncate":
                 example, table.truncated = _truncated(example, data.max_tokens), table.truncated + 1
@@ -154,7 +156,7 @@ def build_examples(
             table.drop_overlong(row, longest)
             continue
         table.add(example)
-        keep(row)
+        keep(row, whole)
         table.ends += sum(reader.ends(sequence) for sequence in example.sequences)
     table.learns_from, table.rendered, table.seen = reader.learns_from, reader.rendered, reader.seen
     return table
@@ -335,7 +337,7 @@ class ExampleReader:
 
     def _as_scored(self, sequence: Learned) -> Learned:
         tokens = without_padding(sequence.tokens, self.pad)
-        return Learned(tokens, sequence.mask[: len(tokens)])
+        return replace(sequence, tokens=tokens, mask=sequence.mask[: len(tokens)])
 
     def _learn_from(self, usual: LearnFrom, messages: Sequence[Message] = ()) -> LearnFrom:
         flags = [message for message in messages if isinstance(message.get("train"), bool)]
@@ -406,13 +408,14 @@ class ExampleReader:
             raise BadRow(f'data.learn_from = "{learn_from}" is about messages, and the row holds text')
         if not before or not after:
             raise BadRow("the prompt or the completion has no tokens: the tokenizer drops all of its characters")
-        return Learned([*before, *after], [int(learn_from == "all")] * len(before) + [1] * len(after))
+        mask = [int(learn_from == "all")] * len(before) + [1] * len(after)
+        return Learned([*before, *after], mask, prompt + completion)
 
     def _text(self, text: str) -> Learned:
         if self._learn_from("all") != "all":
             raise BadRow(f'data.learn_from = "{self.data.learn_from}" is not about rows of one text')
         tokens = ended(self.codec, *begun(self.codec, [text]))
-        return Learned(tokens, [1] * len(tokens))
+        return Learned(tokens, [1] * len(tokens), text)
 
     def _conversation(
         self, messages: Sequence[Message], learn_from: LearnFrom, first: int = 0, *, values: Mapping[str, Any]
@@ -429,7 +432,7 @@ class ExampleReader:
         mask = mask_of(offsets, found)
         if all(mask) and learned is not None:
             raise BadRow(f'all of its tokens are learned, with data.learn_from = "{learn_from}"')
-        return Learned(tokens, mask)
+        return Learned(tokens, mask, found.text)
 
     def _template(self) -> ChatRenderer:
         if self.chats is None or self.data.chat == "never":

@@ -16,15 +16,9 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig
 from workers.chat.chat_renderer import ChatRenderer
-from workers.data.prompts import (
-    PromptCodec,
-    PromptTable,
-    RowReader,
-    messages_of,
-    prompt_of,
-    read_table,
-)
+from workers.data.prompts import PromptTable, RowReader, messages_of, prompt_of, read_table
 from workers.data.row_source import BadRow, DataRow, first_of, read_rows
+from workers.joined_text import TextTokens
 
 TRAIN = "data.train"
 _ROWS = 256  # that are tokenised
@@ -33,7 +27,7 @@ _UNWRITTEN = 0.5  # share of the characters that a tokenizer may lose before pro
 _NOT_COUNTED = "\"'`"  # normalisers write quotes in other ways
 
 
-def first_findings(config: DataConfig, codec: PromptCodec | None, chats: ChatRenderer | None) -> Iterator[Finding]:
+def first_findings(config: DataConfig, codec: TextTokens | None, chats: ChatRenderer | None) -> Iterator[Finding]:
     """Yield what is wrong with each source that lies on this machine. `codec`: None where no tokenizer is at hand, so
     that rows are only parsed; `chats`: the chat template, where prompts go through one."""
     data = config.data
@@ -98,7 +92,7 @@ def _tokenised(
     source: str,
     rows: Sequence[DataRow],
     reader: RowReader,
-    codec: PromptCodec,
+    codec: TextTokens,
     chats: ChatRenderer | None,
     *,
     whole: bool,
@@ -108,7 +102,8 @@ def _tokenised(
     if len(table) and whole:
         yield from all_held_out(config, key, len(rows), len(table))
     if len(table):
-        yield from _lost_characters(key, table, codec)
+        written = [(text, table.prompt_ids(row)) for row, text in enumerate(table.prompts)]
+        yield from lost_characters(key, source, f"{len(table)} prompts", written, codec)
     if len(table) and chats is not None:
         yield from _left_out(key, table, reader)
 
@@ -132,24 +127,25 @@ def _lengths(key: str, table: PromptTable, rows: int, reader: RowReader, *, whol
         yield Finding(key=key, message=message, hint=hint, value=show(table.source))
 
 
-def _lost_characters(key: str, table: PromptTable, codec: PromptCodec) -> Iterator[Finding]:
-    """Find characters that the tokenizer drops or does not know, such as those of another language."""
+def lost_characters(
+    key: str, source: str, first: str, written: Sequence[tuple[str, Sequence[int]]], codec: TextTokens
+) -> Iterator[Finding]:
+    """Find characters of texts and their tokens that the tokenizer drops or does not know, such as those of another
+    language. `first`: what holds them, and how many of it."""
     wanted, lost = Counter[str](), Counter[str]()
     unknown = "" if codec.unknown_id is None else codec.decode([[codec.unknown_id]], special_tokens=True)[0]
-    texts = codec.decode([table.prompt_ids(row) for row in range(len(table))], special_tokens=True)
-    for prompt, text in zip(table.prompts, texts, strict=True):
-        text = text.replace(unknown, "") if unknown and unknown not in prompt else text
-        characters = _characters(prompt)
+    decoded = codec.decode([tokens for _, tokens in written], special_tokens=True)
+    for (text, _), kept in zip(written, decoded, strict=True):
+        kept = kept.replace(unknown, "") if unknown and unknown not in text else kept
+        characters = _characters(text)
         wanted += characters
-        lost += characters - _characters(text)
+        lost += characters - _characters(kept)
     if not lost:
         return
     share, shown = lost.total() / wanted.total(), " ".join(one for one, _ in lost.most_common(12))
-    message = f"the tokenizer drops or does not know {share:.1%} of the characters of the first {len(table)} prompts"
-    hint = "use the model that knows these characters, with its own tokenizer, or leave them out of the prompts"
-    yield Finding(
-        key=key, message=f"{message}: {shown}", hint=hint, value=show(table.source), refuses=share > _UNWRITTEN
-    )
+    message = f"the tokenizer drops or does not know {share:.1%} of the characters of the first {first}: {shown}"
+    hint = "use the model that knows these characters, with its own tokenizer, or leave them out"
+    yield Finding(key=key, message=message, hint=hint, value=show(source), refuses=share > _UNWRITTEN)
 
 
 def _characters(text: str) -> Counter[str]:

@@ -15,6 +15,7 @@ from workers.chat.chat_renderer import ChatRenderer
 from workers.data.examples import (
     ExampleReader,
     ExampleTable,
+    Learned,
     build_examples,
     pieces,
     refuse_absent,
@@ -22,7 +23,7 @@ from workers.data.examples import (
     refuse_one_label,
     summary,
 )
-from workers.data.first_prompts import all_held_out
+from workers.data.first_prompts import all_held_out, lost_characters
 from workers.data.row_prompts import refuse_no_prompt, row_prompts
 from workers.data.row_source import DataRow, first_of, read_rows
 from workers.data.tokenizer_file import TokenizerFile
@@ -58,17 +59,21 @@ def _source_findings(
     config: DataConfig, readers: Mapping[str, ExampleReader], fits: Callable[[int], None]
 ) -> Iterator[Finding]:
     whole: list[ExampleTable] = []  # of the first readers
+    learned: list[Learned] = []  # of the reader's rows
     chat = False
     for key, reader in readers.items():
         path, ended = show(reader.source.path), True
         try:
             rows = _rows(config, reader)
             chunk = first_of(rows, _ROWS)
-            table = build_examples(chunk, reader)
+            learned.clear()
+            table = build_examples(chunk, reader, lambda _, whole: learned.extend(whole.sequences))
             fits(table.largest)
             chat = chat or (key != _EVAL and table.rendered)
             ended = next(rows, None) is None
             refuse_nothing(table, reader.config, "row" if ended else f"row of the first {_ROWS}")
+            written = [(each.text, each.tokens) for each in learned]
+            yield from lost_characters(key, reader.source.path, f"{len(table)} rows", written, reader.codec)
             if not ended:
                 continue
             yield from all_held_out(config, key, len(chunk), len(table))

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specs.errors import DataError
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 ENCODE_ROWS = 2048  # rows per call of the tokenizer
 
 Messages = list[dict[str, Any]]
-
-
-class PromptCodec(TextTokens, Protocol):
-    """The part of a tokenizer that prompts need; `TextCodec` says more of each."""
-
-    @property
-    def unknown_id(self) -> int | None: ...
 
 
 @dataclass
@@ -89,7 +82,7 @@ def read_table(
     source: str,
     rows: Iterable[DataRow],
     reader: RowReader,
-    codec: PromptCodec,
+    codec: TextTokens,
     chats: ChatRenderer | None,
     threads: int = 1,
 ) -> PromptTable:

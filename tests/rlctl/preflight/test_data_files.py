@@ -135,6 +135,27 @@ def test_rows_of_an_evaluation_are_all_read(tmp_path: Path) -> None:
     assert check_data(learned(tmp_path, [{"text": "12"}], data=data, eval=evaluation), tmp_path) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("row", "sections", "refused", "words"),
+    [
+        ({"text": "sort 12"}, {}, True, "66.7% of the characters of the first 2 rows: s o r t"),
+        ({"prompt": "12", "completion": "12345é"}, {"data": {**ROWS, "max_tokens": 4}}, False, "12.5%"),
+        ({"prompt": "1", "chosen": "2é", "rejected": "3"}, {"objective": {"kind": "simpo"}}, False, "20.0%"),
+    ],
+)
+def test_characters_that_the_tokenizer_drops_are_named(
+    tmp_path: Path, row: dict[str, object], sections: dict[str, dict[str, object]], refused: bool, words: str
+) -> None:
+    """Also those behind what a row is truncated to."""
+    data = {**sections.get("data", ROWS), "overlong": "truncate"}
+    digits = {"path": "builtin:tiny-digits", "from_scratch": True}
+    spec = learned(tmp_path, [row, row], **{**sections, "data": data, "model": digits})
+    errors, warnings = check_data(spec, tmp_path)
+    (problem,) = errors if refused else warnings
+    assert (problem.key, bool(errors)) == ("data.train", refused)
+    assert words in problem.message
+
+
 @pytest.mark.parametrize("asks", [{"chat": "always"}, {"system": "Add."}])
 def test_rows_are_not_blamed_for_a_template_that_is_not_there(tmp_path: Path, asks: dict[str, str]) -> None:
     """Another check says it of the key."""
