@@ -157,6 +157,8 @@ def learned_text(
             raise BadRow("message 0: nothing comes before it, so that what the template puts there would be learned")
         with _refusals():
             before, until = next(texts), next(texts)
+        if not whole.startswith(until) and until.endswith(ends.specials):  # of a whole conversation, as Phi's
+            until = next(until.removesuffix(end) for end in ends.specials if until.endswith(end))
         if not whole.startswith(until):
             raise BadRow(
                 f"message {number}: the chat template writes the conversation up to it otherwise once more messages "

@@ -98,6 +98,11 @@ def test_who_speaks_next_ends_an_answer_where_the_model_stops_there() -> None:
     assert [found.text[start:end] for start, end in found.spans] == ["<think></think>\n1", "<think>mm</think>\n2"]
 
 
+def test_an_end_behind_the_whole_conversation_rewrites_no_turn() -> None:
+    template = CHATML.replace("{% if add", "{% if not add_generation_prompt %}<|eot|>{% endif %}{% if add")
+    assert learned(template, "assistant") == ["1<|im_end|>", "2<|im_end|>\n<|eot|>"]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() -> None:
     with pytest.raises(BadRow, match="message 2: the chat template writes the conversation up to it otherwise"):
         learned(DROPS_THINKING, "assistant")
