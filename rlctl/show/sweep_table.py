@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -43,13 +45,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Say what a run reached. `score`: its last evaluation, else the mean of `shown` over the last tenth of its
-    steps; `scored`: what that is."""
+    """Say what a run reached. `score`: its last evaluation, else the mean of a metric over the last tenth of its steps;
+    `key`: the metric's; `scored`: what that is."""
 
     step: int
     score: float | None
     metrics: Mapping[str, Any]
-    shown: eval_keys.Headline
+    key: str
     scored: eval_keys.Headline
 
 
@@ -59,18 +61,12 @@ def outcome(run_dir: Path) -> Outcome:
     except RunDirError:
         records = []
     metrics = last_values(records)
-    evaluations = _evaluations(metrics)
-    shown = eval_keys.headline(records)
-    score = drawable(metrics[evaluations[0]]) if evaluations else final(records, shown.key, 1.0)
-    metric = evaluations[0].rpartition("/")[2] if evaluations else shown.metric
-    scored = next(each for each in eval_keys.HEADLINES if each.metric == metric)
-    return Outcome(records[-1]["step"] if records else 0, score, metrics, shown, scored)
-
-
-def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the key that each evaluation is shown by, in the order of the spec."""
-    sets = eval_keys.by_set(metrics)
-    return [f"{eval_keys.PREFIX}{name}/{eval_keys.main(values)}" for name, values in sets.items()]
+    scored = eval_keys.headline(records)
+    key, score = scored.key, final(records, scored.key, 1.0)
+    for name, values in islice(eval_keys.by_set(metrics).items(), 1):
+        scored = next(each for each in eval_keys.HEADLINES if each.metric in values)
+        key, score = f"{eval_keys.PREFIX}{name}/{scored.metric}", drawable(values[scored.metric])
+    return Outcome(records[-1]["step"] if records else 0, score, metrics, key, scored)
 
 
 class SweepTable:
@@ -119,7 +115,7 @@ class SweepTable:
             return
         found = outcome(self.trials[name].run_dir)
         took = duration(time.monotonic() - self._began[name])
-        self.say(f"{name}: {state} at step {found.step} after {took}, {self.score_name} {number(found.score)}")
+        self.say(f"{name}: {state} at step {found.step} after {took}, {found.key} {number(found.score)}")
         if state == "failed":
             self.say("\n".join(f"  | {line}" for line in _last_words(self.folder / f"{name}.log")))
 
@@ -143,10 +139,7 @@ class SweepTable:
     @property
     def score_name(self) -> str:
         """Name the metric that runs are ranked by."""
-        found = [outcome(trial.run_dir) for trial in self.trials.values()]
-        evaluations = [key for each in found for key in _evaluations(each.metrics)]
-        steps = [each.shown.key for each in found if each.step]
-        return next(iter([*evaluations, *steps]), eval_keys.HEADLINES[0].key)
+        return next((end.key for _, end in self._ranked() if end.score is not None), eval_keys.HEADLINES[0].key)
 
     def print_results(self, console: Screen | None = None) -> None:
         """Print every run, best first; over seeds, where they are swept, means and standard deviations. `console`:
@@ -173,8 +166,11 @@ class SweepTable:
         return {"keys": self.keys, "score": self.score_name, "runs": runs}
 
     def _ranked(self) -> list[tuple[Trial, Outcome]]:
-        """Return the runs, best first, then those that did not end: their scores are of earlier steps, or of none."""
+        """Return the runs, best first, then those that did not end: their scores are of earlier steps, or of none. What
+        is scored otherwise than most, as by another objective, compares with none and has no score here."""
         found = [(trial, outcome(trial.run_dir)) for trial in self.trials.values()]
+        kinds = [kind for kind, _ in Counter(end.scored for _, end in found if end.score is not None).most_common(1)]
+        found = [(trial, end if end.scored in kinds else replace(end, score=None)) for trial, end in found]
         return sorted(found, key=lambda pair: (pair[0].state in DONE, _worth(pair[1])), reverse=True)
 
     def _over_seeds(self, ranked: Sequence[tuple[Trial, Outcome]]) -> str:

@@ -94,6 +94,23 @@ def test_the_best_of_an_evaluation_stands_first_also_where_steps_have_a_loss(
     assert [run["set"]["lr"] for run in table.as_object()["runs"]][:2] == [best, best]
 
 
+def test_what_is_scored_by_another_metric_is_not_ranked_against_the_others(tmp_path: Path) -> None:
+    """As kto, which has a loss alone, beside dpo: here it failed, or is done with the least loss."""
+    lines = {"dpo": {"actor/reward_accuracy": 0.6, "actor/loss": 0.9}, "ipo": {"actor/reward_accuracy": 0.7}}
+    trials = []
+    for kind, line in {"kto": {"actor/loss": -2.0}, **lines}.items():
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "metrics.jsonl").write_text(json.dumps({"step": 1, **line}) + "\n")
+        trials.append(trial(tmp_path / kind, objective__kind=kind))
+    failed = table_of(tmp_path, ["objective.kind"], [replace(trials[0], state="failed"), *trials[1:]])
+    first = table_of(tmp_path, ["objective.kind"], trials)
+    done = table_of(tmp_path, ["objective.kind"], [*trials[1:], trials[0]])
+    for table in (failed, first, done):
+        rows = [line[:2] for line in text_of(table)[:4]]
+        assert rows == [["objective.kind", "actor/reward_accuracy"], ["ipo", "0.700"], ["dpo", "0.600"], ["kto", "–"]]
+    assert [run["score"] for run in done.as_object()["runs"]] == [0.7, 0.6, None]
+
+
 def test_over_seeds_there_are_means_and_deviations(tmp_path: Path) -> None:
     scores = {("1e-6", "0"): 0.1, ("1e-6", "1"): 0.3, ("1e-5", "0"): 0.5, ("1e-5", "1"): 0.9}
     trials = [
