@@ -89,6 +89,7 @@ class _SavedRole(BaseModel):
     model_path: str = ""  # earlier versions wrote fewer
     python: str = ""
     dtype: str = ""
+    planned_optimizer_steps: int = 0
 
 
 class _Manifest(BaseModel):

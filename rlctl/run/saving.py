@@ -74,7 +74,7 @@ class Saver:
             folder = checkpoints.save(
                 self.run.checkpoints,
                 step,
-                about={**self._about(), "proven": False},
+                about={**self._about(step), "proven": False},
                 write_roles={role: partial(self._write_role, role, step) for role in saved_roles(self.spec)},
                 write_driver=driver.save,
             )
@@ -141,15 +141,18 @@ class Saver:
     def _load(self, checkpoint: checkpoints.Checkpoint, forked_at: int | None = None) -> None:
         for role in saved_roles(self.spec):
             steps = None if forked_at is None else self.spec.optimizer_steps(role, forked_at)
+            if steps == checkpoint.manifest["roles"].get(role, {}).get("planned_optimizer_steps"):
+                steps = None  # the clock goes on as it is, without steps that were left out
             self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / role), schedule_steps=steps))
         self.saved = checkpoint.step
         self.progress.start_at(checkpoint.step)
 
-    def _about(self) -> dict[str, Any]:
-        """Describe the run in the manifest."""
+    def _about(self, step: int) -> dict[str, Any]:
+        """Describe the run after a step in the manifest."""
         spec, fork, paths = self.spec, Fork.of(self.run.path), model_paths(self.spec, self.run.spec_dir)
         roles = {
             role: {"model_path": paths[role], "python": self.plan.role(role).python, "dtype": spec.dtype(role)}
+            | {"planned_optimizer_steps": spec.optimizer_steps(role, step)}
             for role in saved_roles(spec)
         }
         return {

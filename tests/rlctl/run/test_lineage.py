@@ -93,6 +93,18 @@ def test_a_fork_goes_on_as_the_run_would_until_something_is_changed(whole: Path,
     assert trajectory(other) == first
 
 
+def test_a_fork_has_the_learning_rate_of_a_run_that_left_optimizer_steps_out(tmp_path: Path) -> None:
+    """Where a mini-batch has no loss tokens, no step is made, and the schedule waits."""
+    spec, run, fork = preset("fake", tmp_path), tmp_path / "run", tmp_path / "fork"
+    few = settings("algorithm.mask_truncated=true", "data.max_response_tokens=2", "actor.optimizer.schedule=linear")
+    few += (*OPTIONS, *settings("algorithm.mini_batches_per_step=8"))
+    finish("train", spec, "--run-dir", run, *few)
+    finish("train", spec, "--run-dir", fork, "--from", f"{run}@4", *few)
+    rates = [line["actor/lr"] for line in metrics(run)]
+    assert rates[4] > 0.05 * 2 / 6, "steps were left out"
+    assert [line["actor/lr"] for line in metrics(fork)] == rates[4:]
+
+
 def test_what_cannot_be_forked_is_said_before_anything_is_made(whole: Path, tmp_path: Path) -> None:
     spec, run = whole.parent / "fake.toml", tmp_path / "run"
 
