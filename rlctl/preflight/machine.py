@@ -90,7 +90,7 @@ def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> list[Problem]
         return []
     sizes = f"of {each / GIB:.3g} GiB take {needed / GIB:.3g} GiB, and {place} has {free / GIB:.3g} GiB free"
     message = f"{count} checkpoint{'s' if count > 1 else ''} {sizes}"
-    hint = "free some space, lower it, or set run.dir"
+    hint = "free some space, " + "lower it, " * (spec.checkpoint.keep > 1) + "or set run.dir"
     return [Problem("checkpoint.keep", message, hint)]
 
 

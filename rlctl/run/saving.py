@@ -123,7 +123,7 @@ class Saver:
             span = f"{min(left_out)} to {max(left_out)}" if len(left_out) > 1 else f"{min(left_out)}"
             self.progress.warning(
                 f"{sum(left_out.values())} samples drawn ahead for step {span} are dropped: older than "
-                "rollout.max_staleness allows, or not graded. Their prompts are drawn again"
+                "rollout.max_staleness allows, or not graded. Others are drawn in their place"
             )
         return checkpoint.step
 

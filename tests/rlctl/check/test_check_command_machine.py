@@ -87,6 +87,9 @@ def test_room_for_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch, tim
     assert file_problems(spec, folder, starting=True, run_dir=folder / "other") == ([], [])
     monkeypatch.setattr("rlctl.preflight.machine.shutil.disk_usage", lambda _: usage._replace(free=1))
     assert file_problems(spec, folder, saves=False) == ([], [])  # an evaluation writes none
+    for keep, can_be_lowered in ((2, True), (1, False)):
+        ((error,), _) = file_problems(spec_from(edited(base(), {"checkpoint.keep": keep})), folder)
+        assert ("lower it" in error.hint) == can_be_lowered
 
 
 # ── strict ────────────────────────────────────────────────────────────────────────────────────────

@@ -252,5 +252,5 @@ def test_what_was_drawn_ahead_and_not_graded_is_drawn_again_at_a_resume(tmp_path
     assert [record.metrics["reward/failed_exceptions"] for record in records] == [0, 0, 0]
     assert run.said.warnings[1] == (
         "64 samples drawn ahead for step 4 to 5 are dropped: older than rollout.max_staleness allows, or not graded. "
-        "Their prompts are drawn again"
+        "Others are drawn in their place"
     )
