@@ -69,7 +69,7 @@ def takes_adapters(layer: str, *, mixture: bool) -> bool:
     `is_mixture` of the model."""
     if f".{layer.removesuffix('.weight')}".endswith((".mamba.out_proj", ".mixer.out_proj")):
         return False
-    return not mixture or not any(part in layer for part in (".mlp.", ".feed_forward.", ".experts."))
+    return not mixture or not any(part in layer for part in (".mlp.", ".mlps.", ".feed_forward.", ".experts."))
 
 
 def is_mixture(parameters: Iterable[str]) -> bool:
