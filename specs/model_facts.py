@@ -137,6 +137,8 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
 
     kinds = layer_kinds(merged)
     layers = number("num_hidden_layers", "n_layer", "num_layers") or len(kinds)
+    if merged.get("model_type") == "longcat_flash":
+        layers *= 2  # in each of its blocks
     hidden = number("hidden_size", "n_embd", "d_model")
     heads = number("num_attention_heads", "n_head", "num_heads")
     if not (hidden and layers and heads):

@@ -67,10 +67,10 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ("workers/environments", "workers/episodes", "workers/chat", "rlctl/loop/episodes.py"),
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
-    "engines, packing, weights": (16_450, 15_000, ("backends",)),
-    "four packages": (60_565, 50_000, WINGS),
+    "engines, packing, weights": (16_456, 15_000, ("backends",)),
+    "four packages": (60_573, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (50_138, 38_000, ("tests",)),
+    "tests with their cases": (50_150, 38_000, ("tests",)),
     "docs": (3_742, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

@@ -25,9 +25,14 @@ def decoder_layers(model: PreTrainedModel, *, needed: str, hint: str) -> list[nn
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     count = model.config.get_text_config().num_hidden_layers
     unsplit = set(model._no_split_modules or ())
-    lists = [list(m) for m in backbone(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    named = [layers for layers in lists if {type(layer).__name__ for layer in layers} <= unsplit]
-    return next(iter(named or lists), [])
+
+    def known_by(layers: list[nn.Module]) -> tuple[bool, bool]:
+        """Their number, and their class: a block of LongCat's counts as two layers."""
+        return len(layers) == count, {type(layer).__name__ for layer in layers} <= unsplit
+
+    lists = [list(module) for module in backbone(model).modules() if isinstance(module, nn.ModuleList)]
+    found = max(filter(None, lists), key=known_by, default=[])
+    return found if any(known_by(found)) else []
 
 
 def recompute_activations(model: PreTrainedModel, chosen: bool | int) -> None:
@@ -59,7 +64,8 @@ def recomputed_layers(model: PreTrainedModel) -> int:
     """How many layers would be recomputed now, read back from them."""
     if not any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return 0
-    layers = _decoder_layers(model)
+    layers, count = _decoder_layers(model), int(model.config.get_text_config().num_hidden_layers)
     if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
-        return int(model.config.get_text_config().num_hidden_layers)  # the model's own loop over them decides
-    return sum(bool(layer.gradient_checkpointing) for layer in layers)
+        return count  # the model's own loop over them decides
+    chosen = sum(bool(layer.gradient_checkpointing) for layer in layers)
+    return chosen if chosen < len(layers) else count

@@ -24,6 +24,13 @@ LLAMA_LIKE: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.2,  # far from uniform, so that differences show
 }
+# Two layers, which have experts beside them, in its one block.
+LONGCAT: dict[str, Any] = {
+    **{"model_type": "longcat_flash", "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 1, "head_dim": 4},
+    **{"num_attention_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4},
+    **{"zero_expert_num": 2, "moe_topk": 2, "initializer_range": 0.2},
+}
 _WINDOWS: dict[str, Any] = {
     **LLAMA_LIKE,
     "head_dim": 8,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import COMPOSITES, FAMILIES
+from families import COMPOSITES, FAMILIES, LONGCAT
 from safetensors.torch import load_file, save_file
 from train_helpers import GPT2, QWEN2, build_engine, model_config, train_config, write_model
 from transformers import CONFIG_MAPPING, Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedModel
@@ -19,8 +19,9 @@ from backends.hf.attention_choice import choose, refuse_a_swap
 from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights
 from backends.hf.language_model import language_model_config
 from backends.hf.model_shape import model_shape
-from backends.hf.recompute import recompute_activations, recomputed_layers
+from backends.hf.recompute import decoder_layers, recompute_activations, recomputed_layers
 from specs.errors import ModelError
+from specs.model_facts import model_facts
 
 
 def test_loading_gives_the_saved_weights_and_description(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ DROPS_LAYERS = {"model_type": "opt", "vocab_size": 23, "hidden_size": 32, "num_h
 DROPS_LAYERS |= {"ffn_dim": 48, "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 32}
 
 
-@pytest.mark.parametrize(("config", "layers"), [(NOISY, 1), (NOISY, True), (DROPS_LAYERS, True)])
+@pytest.mark.parametrize(("config", "layers"), [(NOISY, 1), (NOISY, True), (DROPS_LAYERS, True), (LONGCAT, True)])
 def test_nothing_is_random_where_layers_are_recomputed(
     tmp_path: Path, config: dict[str, Any], layers: bool | int
 ) -> None:
@@ -155,6 +156,10 @@ def test_nothing_is_random_where_layers_are_recomputed(
     expected = model(tokens, use_cache=False).logits
     recompute_activations(model, layers)
     assert recomputed_layers(model) == (2 if layers is True else layers)
+    facts = model_facts(config)
+    assert facts is not None
+    assert facts.layers == describe(model, model_config(folder), checksum=False).layers
+    assert decoder_layers(model, needed="", hint="")
     for _ in range(2):
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=0, atol=0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, LONGCAT
 from running import warm_torchrun
 from sharded_worker import CASES
 from stock_model import textbook_loss, write_family
@@ -41,12 +41,6 @@ pytestmark = pytest.mark.slow
 
 LORA = Lora(rank=4, alpha=12.0)
 MIXTURE = FAMILIES["qwen3_moe"].config  # its first layer is dense
-DENSE_BESIDE_EXPERTS = {  # LongCat's, in a list of each layer
-    **{"model_type": "longcat_flash", "vocab_size": 23, "hidden_size": 32, "num_layers": 1, "num_attention_heads": 4},
-    **{"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    **{"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "zero_expert_num": 2},
-    **{"moe_topk": 2, "initializer_range": 0.2, "head_dim": 4},
-}
 ATTENTION = Lora(rank=2, alpha=4.0, targets=("q_proj", "self_attn.v_proj"))
 
 
@@ -125,10 +119,7 @@ def test_layers_that_take_no_adapter_are_the_same_to_plan_and_engine(tmp_path: P
 
 @pytest.mark.parametrize(
     "config",
-    [
-        *(QWEN2, GPT2, MIXTURE, DENSE_BESIDE_EXPERTS),
-        *(FAMILIES[name].config for name in ("falcon_h1", "nemotron_h", "llama4_text")),
-    ],
+    [QWEN2, GPT2, MIXTURE, LONGCAT, *(FAMILIES[name].config for name in ("falcon_h1", "nemotron_h", "llama4_text"))],
     ids=lambda config: config["model_type"],
 )
 def test_merged_weights_are_the_adapted_model(tmp_path: Path, config: dict[str, Any]) -> None:
