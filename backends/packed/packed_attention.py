@@ -151,7 +151,7 @@ def _reach(module: nn.Module, kwargs: dict[str, Any]) -> Reach:
     """Return how far a layer sees: the window that it hands on, or what its kind of layer has."""
     config: Any = getattr(module, "config", None)
     kinds, number = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", -1)
-    kind = kinds[number] if 0 <= number < len(kinds) else ""
+    kind = kinds[number] if number in range(len(kinds)) else ""  # a layer that others share may have no number
     window = config.sliding_window if kind == SLIDING else kwargs.get("sliding_window")
     return Reach(window, config.attention_chunk_size if kind == CHUNKED else None)
 

@@ -229,16 +229,17 @@ def test_no_row_at_all_has_gradients_of_zero() -> None:
         assert not grad.any()
 
 
-def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path) -> None:
+MAMBA = {"model_type": "mamba", "vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+MAMBA |= {"intermediate_size": 32}
+# One attention, which has no number, is shared by several layers.
+ZAMBA = {"model_type": "zamba", "vocab_size": 23, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+ZAMBA |= {"num_attention_heads": 4, "num_key_value_heads": 4, "mamba_d_state": 4, "mamba_dt_rank": 4}
+ZAMBA |= {"layers_block_type": ["mamba", "hybrid"] * 2, "use_mamba_kernels": False}
+
+
+@pytest.mark.parametrize("config", [MAMBA, ZAMBA], ids=lambda config: config["model_type"])
+def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     """Mamba's layers do not hand their state's gradient on from a prompt to its answers."""
-    config = {
-        "model_type": "mamba",
-        "vocab_size": 23,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "state_size": 4,
-        "intermediate_size": 32,
-    }
     with pytest.raises(ModelError, match="MambaMixer gives other gradients on packed sequences"):
         engine_of(write_model(tmp_path, config))
 
