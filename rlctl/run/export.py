@@ -81,7 +81,8 @@ def export(
     repo = find_repo(push_to_hub, public=public) if push_to_hub is not None else None
     about |= {"recipe": value_at(read_or_empty(run_dir / "resolved.json"), "run.recipe", "rl")}
     about |= {"made_from": value_at(checkpoint.manifest, ("lineage", role)) or lineage(about["model_path"])}
-    exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, (repo or out_dir).name)
+    name = (repo or out_dir.resolve()).name  # "." has none
+    exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, name)
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with as_ctrl_c(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:

@@ -86,6 +86,13 @@ def test_a_failure_leaves_nothing_and_says_why(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_an_export_into_the_present_folder_is_named_after_it(run, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("mine"))
+    monkeypatch.setattr("rlctl.run.export._export", lambda exported, *_: {}[exported.name])
+    with pytest.raises(KeyError, match="mine0"):
+        export(run, run.relative_to(run), None)
+
+
 def test_the_process_sees_what_pythonpath_adds(tmp_path, monkeypatch):
     """As the ranks do: clusters have packages there."""
     python = tmp_path / "python"
