@@ -290,14 +290,14 @@ def render() -> str:
 
 METRICS = """## Every metric
 
-`metrics.jsonl` in the run directory has one JSON object per step, `rlctl.load_metrics(RUN_DIR)` reads it
-([from Python](watching.md#from-python)), [trackers](watching.md#trackers) get the same names, and the
-[report](watching.md#the-report) draws them. Parts in angle brackets vary: `reward/term_<i>` is entry `i` of
-`reward.terms`, from 0 on; `<role>` is a role of the run; `<set>` is the name of an evaluation. A number that is not
-finite is written as `null`. Without a "when" a metric is there at every step of `rl`. Recipes that learn from rows have
-of these `data/epoch`, `data/tokens`, `data/learned_tokens`, those of what learns, `time/`, `mem/` and `perf/`; their
-evaluations have those of the objective under `eval/<set>/`, such as `eval/heldout/loss`, and with `sft`
-`eval/<set>/perplexity`.
+`metrics.jsonl` in the run directory has one JSON object per step, `rlctl.load_metrics(RUN_DIR)` reads it ([from
+Python](watching.md#from-python)), [trackers](watching.md#trackers) get the same names (TensorBoard and MLflow `pass_4`
+for `pass@4`), and the [report](watching.md#the-report) draws them. Parts in angle brackets vary: `reward/term_<i>` is
+entry `i` of `reward.terms`, from 0 on; `<role>` is a role of the run; `<set>` is the name of an evaluation. A number
+that is not finite is written as `null`. Without a "when" a metric is there at every step of `rl`. Recipes that learn
+from rows have of these `data/epoch`, `data/tokens`, `data/learned_tokens`, those of what learns, `time/`, `mem/` and
+`perf/`; their evaluations have those of the objective under `eval/<set>/`, such as `eval/heldout/loss`, and with `sft`
+`eval/<set>/perplexity`. With `[eval.generate]` these lines also have `sync/` and what evaluations of `rl` have.
 
 An evaluation that samples also has, of its own completions, these with `eval/<set>/` in place of what stands before the
 slash:
