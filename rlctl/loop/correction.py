@@ -44,7 +44,7 @@ METRICS: tuple[Metric, ...] = (
             "rollout/ess [share]": "Effective sample size of the ratios trainer / sampler; 1: the two agree.",
             "rollout/kl_sampler_trainer [nats per token]": "Estimate of KL(sampler ‖ trainer) on the sampled tokens.",
             "rollout/kl_trainer_sampler [nats per token]": "Estimate of KL(trainer ‖ sampler) on the sampled tokens.",
-            "rollout/logprob_gap_length_q<n> [nats]": "`rollout/logprob_gap` of each quarter by length.",
+            "rollout/logprob_gap_length_q<n> [nats]": "The gap of sampled tokens, of each quarter by length.",
         },
     ),
 )

@@ -105,11 +105,14 @@ class AnyLoss(Table):
         return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce == "token_max"))
 
 
-_KL = "Estimate of KL(actor ‖ ref); 0 without a reference."
+_KL = (
+    "Estimate of KL(actor ‖ ref); 0 without a reference. Of a KL in the reward, or to a teacher: before the update, "
+    "at every step."
+)
 _MAX_GAP = "The largest of them."
 _GAP = (
-    "|log-prob of the sampler - of the trainer before the update| of a sampled token; of the first mini-batch alone "
-    "where the ratio is against the sampler."
+    "|log-prob of the sampler - of the trainer before the update| of a token that is learned from; of the first "
+    "mini-batch alone where the ratio is against the sampler."
 )
 
 
