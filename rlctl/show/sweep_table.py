@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -63,7 +62,8 @@ def outcome(run_dir: Path) -> Outcome:
     metrics = last_values(records)
     scored = eval_keys.headline(records)
     key, score = scored.key, final(records, scored.key, 1.0)
-    for name, values in islice(eval_keys.by_set(metrics).items(), 1):
+    if sets := eval_keys.by_set(metrics):
+        name, values = next(iter(sets.items()))
         scored = next(each for each in eval_keys.HEADLINES if each.metric in values)
         key, score = f"{eval_keys.PREFIX}{name}/{scored.metric}", drawable(values[scored.metric])
     return Outcome(records[-1]["step"] if records else 0, score, metrics, key, scored)
