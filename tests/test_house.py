@@ -58,7 +58,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "schema": (5_079, 4_300, ("specs/schema",)),
     "memory": (1_123, 1_000, ("rlctl/memory", "specs/memory_parts.py", "specs/schema/engines/held_model.py")),
     "processes": (4_590, 3_500, ("rlctl/processes", "workers/*.py")),
-    "show": (2_510, 2_000, ("rlctl/show",)),
+    "show": (2_511, 2_000, ("rlctl/show",)),
     "run": (3_320, 2_200, ("rlctl/run",)),
     "grading": (1_690, 1_400, ("workers/grading",)),
     "environments, episodes, chat": (
@@ -68,7 +68,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "gateway": (1_300, 1_300, ("workers/gateway",)),
     "engines, packing, weights": (16_456, 15_000, ("backends",)),
-    "four packages": (60_577, 50_000, WINGS),
+    "four packages": (60_578, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
     "tests with their cases": (50_158, 38_000, ("tests",)),
     "docs": (3_742, 3_500, ("docs",)),

@@ -136,11 +136,6 @@ class SweepTable:
 
     # ── what came of it ───────────────────────────────────────────────────────────────────────────
 
-    @property
-    def score_name(self) -> str:
-        """Name the metric that runs are ranked by."""
-        return next((end.key for _, end in self._ranked() if end.score is not None), eval_keys.HEADLINES[0].key)
-
     def print_results(self, console: Screen | None = None) -> None:
         """Print every run, best first; over seeds, where they are swept, means and standard deviations. `console`:
         where, if not where the runs were shown."""
@@ -150,7 +145,7 @@ class SweepTable:
             (*map(trial.values.__getitem__, self.keys), number(end.score), of_steps(end.step, trial.steps), trial.state)
             for trial, end in ranked
         ]
-        self.say(columns((*self.keys, self.score_name, "step", "state"), rows))
+        self.say(columns((*self.keys, _score_name(ranked), "step", "state"), rows))
         if SEED in self.keys and len(self.keys) > 1 and (text := self._over_seeds(ranked)):
             self.say(f"\nover seeds\n{text}")
         report = self.folder / "report.html"  # not there where no run took a step
@@ -158,12 +153,13 @@ class SweepTable:
 
     def as_object(self) -> dict[str, Any]:
         """Return what `sweep.json` holds."""
+        ranked = self._ranked()
         runs = [
             {"name": trial.name, "run_dir": str(trial.run_dir), "set": dict(trial.values), "state": trial.state}
             | {"step": found.step, "score": found.score, "metrics": found.metrics}
-            for trial, found in self._ranked()
+            for trial, found in ranked
         ]
-        return {"keys": self.keys, "score": self.score_name, "runs": runs}
+        return {"keys": self.keys, "score": _score_name(ranked), "runs": runs}
 
     def _ranked(self) -> list[tuple[Trial, Outcome]]:
         """Return the runs, best first, then those that did not end: their scores are of earlier steps, or of none. What
@@ -184,6 +180,11 @@ class SweepTable:
             for values, own in sorted(scores.items(), key=lambda pair: statistics.fmean(pair[1]), reverse=rises)
         ]
         return columns((*others, "mean", "std", "runs"), rows) if rows else ""  # where no run ended
+
+
+def _score_name(ranked: Sequence[tuple[Trial, Outcome]]) -> str:
+    """Name the metric that runs are ranked by."""
+    return next((end.key for _, end in ranked if end.score is not None), eval_keys.HEADLINES[0].key)
 
 
 def _worth(found: Outcome) -> float:
