@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "engines, packing, weights": (16_456, 15_000, ("backends",)),
     "four packages": (60_578, 50_000, WINGS),
     "scripts": (3_000, 3_000, ("scripts",)),
-    "tests with their cases": (50_158, 38_000, ("tests",)),
+    "tests with their cases": (50_159, 38_000, ("tests",)),
     "docs": (3_742, 3_500, ("docs",)),
 }
 COUNTED = {".py", ".css", ".js", ".md"}  # of tests also .toml

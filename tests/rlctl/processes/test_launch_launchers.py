@@ -20,6 +20,7 @@ import pytest
 import warm
 from listeners import listeners
 from local_hosts import LocalHosts
+from optional import needs_deepspeed
 from probe_groups import SUPPORT, probe_groups, wait_until
 from running import preset
 from strangers import disturb_all
@@ -108,8 +109,8 @@ def check_places(found: list[dict[str, str]], local: list[str], local_size: str)
     assert found[0]["MASTER_PORT"].isdecimal()
 
 
+@needs_deepspeed
 def test_deepspeed_starts_ranks_and_a_death_ends_them_all(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
     with probe_groups(tmp_path, probe_plan("deepspeed"), start_timeout_s=160) as groups:
         check_places(places(groups), ["0", "1"], "2")
         started = time.monotonic()
